@@ -1,0 +1,269 @@
+"""Run directories -> one tidy table of paired requests, the only thing that statistics, tables and figures read.
+
+A run directory holds ``records*.jsonl`` (one line per request and arm), ``run.json`` and ``agreement*.jsonl``
+(design.md sections 4 and 5). Three decisions are taken here and nowhere else: which record of a request counts (the
+last good attempt), which autoregressive record it is paired with (same run, same request, same device), and which
+requests are left out. A request that failed, is missing or cannot be timed in one arm is left out of every arm of its
+cell, so that all numbers of a cell describe the same requests (paper, Appendix B.2: the one Gemma RepoBench request
+without TPOT "is excluded for all methods")."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from harness.records import AR, AR_AGAIN, Record, RecordError, read_lines, read_records, tau, tpot
+
+# A cell is what a table prints: one task (at one length level) of one pair in one engine.
+CELL = ["pair", "engine", "benchmark", "task", "level"]
+REQUEST = [*CELL, "request"]
+# Length buckets of LBv2 in Table 11, continued downwards; inputs of a level that the request file names keep that name.
+BUCKETS = [0, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072]
+
+
+class LoadError(ValueError):
+    """The records cannot be used as given. The message is one line: where, what, what to do."""
+
+
+@dataclass
+class Runs:
+    """All records of one or more run directories.
+
+    used: one row per counted request and arm, autoregressive arm included. Columns: the five of CELL, request, arm,
+    method,
+        config (JSON text of the method's settings), run, device, order, prompt_tokens, n_out, finish, tau and
+        tau_unclipped (tokens per verification round), committed and rounds (tokens, rounds: their sums give the
+        pooled tau), tpot_ms, tpot_ar_ms, speedup (TPOT_AR / TPOT of the same request, run and device), prefill_s,
+        output (hash of the ids), same (output ids equal to the autoregressive ones), repetition (0..1), commits and
+        proposals (bytes, one a round).
+    excluded: one row per left-out request of a cell: CELL, request, arm (the one to blame), reason.
+    again: the second autoregressive pass over some requests: REQUEST, arm, order, tpot_ms, tpot_ar_ms, same.
+    warmups: rows as they were recorded, never counted.
+    agreement: rows of agreement*.jsonl, as written by the harness's output gate.
+    provenance: run.json by run id.
+    """
+
+    used: pd.DataFrame
+    excluded: pd.DataFrame
+    again: pd.DataFrame
+    warmups: pd.DataFrame
+    agreement: list[dict[str, Any]] = field(default_factory=list)
+    provenance: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def arms(self) -> list[str]:
+        """Arms in order of first appearance, the autoregressive arm first."""
+        found = list(dict.fromkeys(self.used["arm"])) if len(self.used) else []
+        return sorted(found, key=lambda arm: arm != AR)
+
+
+def load(paths: Path | str | Iterable[Path | str]) -> Runs:
+    """Read the run directories `paths` (one, or several). Raises LoadError when there is nothing to read or it
+    clashes."""
+    folders = [Path(paths)] if isinstance(paths, str | Path) else [Path(path) for path in paths]
+    rows: list[dict[str, Any]] = []
+    agreement: list[dict[str, Any]] = []
+    provenance: dict[str, dict[str, Any]] = {}
+    for folder in folders:
+        files = sorted(folder.glob("records*.jsonl"))
+        if not files:
+            what = "holds no records*.jsonl" if folder.is_dir() else "is not a folder"
+            raise LoadError(f"{folder} {what}; give a run directory that fold-bench wrote")
+        run = _read_json(folder / "run.json")
+        pair = pair_name(run)
+        for file in files:
+            try:
+                for record in read_records(file):
+                    rows.append(_row(record, pair))
+                    provenance.setdefault(record.run, run)
+                for log in sorted(folder.glob("agreement*.jsonl")):
+                    agreement.extend(value for _, value in read_lines(log))
+            except RecordError as error:
+                raise LoadError(str(error)) from None
+    table = _tidy(rows)
+    warm = table["warmup"]
+    paired = _pair(table[~warm].drop(columns="warmup"))
+    return Runs(warmups=table[warm], agreement=agreement, provenance=provenance, **paired)
+
+
+def length_bucket(tokens: int) -> str:
+    """Name of the length bucket of a prompt of `tokens` tokens, as in Table 11 ("16–32K", "≥128K")."""
+    place = int(np.searchsorted(BUCKETS, tokens, side="right"))
+    if place == 1:
+        return "<1K"
+    low = BUCKETS[place - 1] // 1024
+    return f"≥{low}K" if place == len(BUCKETS) else f"{low}–{BUCKETS[place] // 1024}K"
+
+
+# -------------------------------------------------------------------------------------------------------------- reading
+
+
+def _row(record: Record, pair: str) -> dict[str, Any]:
+    """One record as a flat row. Token ids are hashed and dropped: they are most of a record and are only compared."""
+    committed, rounds = sum(record.commits), len(record.commits)
+    mean, seconds = tau(record), tpot(record)
+    # A loop that the drafter has learned is accepted whole, so only arms that commit nearly everything need the look.
+    suspect = not record.autoregressive and mean and mean >= 0.9 * (max(record.proposals, default=0) + 1)
+    return {
+        "run": record.run,
+        "pair": pair,
+        "engine": record.engine,
+        "device": record.device_uuid,
+        "benchmark": record.benchmark,
+        "task": record.task,
+        "level": record.level or length_bucket(record.prompt_tokens),
+        "request": record.request_id,
+        "arm": record.method,
+        "config": json.dumps(record.method_config, sort_keys=True),
+        "order": record.order,
+        "prompt_tokens": record.prompt_tokens,
+        "n_out": len(record.output_ids),
+        "finish": record.finish,
+        "committed": committed,
+        "rounds": rounds,
+        "tau": np.nan if mean is None else mean,
+        "tau_unclipped": (committed + record.overrun) / rounds if rounds else np.nan,
+        "tpot_ms": 1e3 * seconds if seconds else np.nan,
+        "prefill_s": record.prefill_s,
+        "output": hash(tuple(record.output_ids)),
+        "repetition": repetition(record.output_ids) if suspect else np.nan,
+        "skipped_rounds": record.skipped_rounds,
+        "commits": b"" if record.autoregressive else bytes(record.commits),
+        "proposals": bytes(record.proposals),
+        "attempt": record.attempt,
+        "warmup": record.warmup,
+        "error": record.error,
+    }
+
+
+def repetition(ids: Sequence[int], n: int = 8) -> float:
+    """Share of the output's n-grams that occurred before in it, 0 to 1; near 1 is a loop (facts/peers.md D12)."""
+    grams = len(ids) - n + 1
+    return 1 - len({tuple(ids[i : i + n]) for i in range(grams)}) / grams if grams > 0 else 0.0
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        return json.loads(file.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise LoadError(f"{file} is not JSON ({error})") from None
+
+
+def pair_name(run: dict[str, Any]) -> str:
+    """Target and drafter of a run.json, for grouping and headings."""
+    config = run.get("config", {})
+    names = [config.get(part, {}).get("name", "") for part in ("target", "drafter")]
+    return " + ".join(name for name in names if name) or "unnamed pair"
+
+
+# -------------------------------------------------------------------------------------------------------------- pairing
+
+
+def _tidy(rows: list[dict[str, Any]]) -> pd.DataFrame:
+    table = pd.DataFrame(rows)
+    if len(table) == 0:
+        raise LoadError("the run directories hold no records yet")
+    for name in ("run", "pair", "engine", "device", "benchmark", "task", "level", "config", "finish"):
+        table[name] = table[name].astype("category")
+    table = table.astype({"request": "str", "error": "str", "warmup": "bool"})
+    table["method"] = table["arm"].str.split("#").str[0].astype("category")
+    table["arm"] = _arm_names(table)
+    return table
+
+
+def _arm_names(table: pd.DataFrame) -> pd.Series:
+    """The method's name, with the settings that tell its arms apart when a pair has it in several ("fold alpha=4").
+
+    Arms of one method that differ in nothing (the A/A control "ar#2") keep the name that the harness gave them.
+    """
+    names: dict[tuple[str, str, str], str] = {}
+    known = table[["pair", "method", "arm", "config"]].drop_duplicates()
+    for (pair, method), group in known.astype("str").groupby(["pair", "method"]):
+        configs = {text: json.loads(text) for text in group["config"]}
+        differing = [
+            key
+            for key in sorted({key for config in configs.values() for key in config})
+            if len({json.dumps(config.get(key)) for config in configs.values()}) > 1
+        ]
+        for arm, text in zip(group["arm"], group["config"], strict=True):
+            settings = [f"{key}={configs[text].get(key)}" for key in differing]
+            names[str(pair), arm, text] = " ".join([str(method), *settings]) if settings else arm
+    keys = zip(table["pair"], table["arm"], table["config"], strict=True)
+    return pd.Series([names[key] for key in keys], index=table.index, dtype="str")
+
+
+def _pair(table: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """Choose the record that counts for each request and arm, pair it, and drop unusable requests from every arm."""
+    table = table.reset_index(drop=True)
+    table["reason"] = np.where(
+        table["error"] != "",
+        "failed: " + table["error"].str.split("\n").str[0].str.slice(0, 80),
+        np.where(
+            table["skipped_rounds"] > 0,
+            "drafter skipped",
+            np.where(table["tpot_ms"].isna(), "no TPOT", ""),
+        ),
+    )
+    where = ["run", *REQUEST, "device"]
+    # Last good attempt, else the last attempt: a retry replaces what failed, a good record is never replaced by a
+    # failure.
+    table["good"] = table["reason"] == ""
+    table = (
+        table.sort_values(["good", "attempt"], kind="stable").drop_duplicates([*where, "arm"], keep="last").sort_index()
+    )
+    pairs = table.loc[(table["arm"] == AR) & table["good"], [*where, "tpot_ms", "output"]]
+    pairs = pairs.rename(columns={"tpot_ms": "tpot_ar_ms", "output": "output_ar"})
+    table = table.merge(pairs, on=where, how="left")
+    table["same"] = table["output"] == table["output_ar"]
+    table["speedup"] = table["tpot_ar_ms"] / table["tpot_ms"]
+    unpaired = table["good"] & table["tpot_ar_ms"].isna()
+    table.loc[unpaired, "reason"] = "no autoregressive record on the same device"
+    table["good"] &= ~unpaired
+    # After a move to another device both arms are measured there again: the last device that has a pair counts.
+    table = table.sort_values("good", kind="stable").drop_duplicates(["run", *REQUEST, "arm"], keep="last").sort_index()
+    _refuse_clashes(table)
+    again = table[(table["arm"] == AR_AGAIN) & table["good"]]
+    table = table[table["arm"] != AR_AGAIN].drop_duplicates([*REQUEST, "arm"])
+    excluded = _exclusions(table)
+    gone = set(excluded[REQUEST].itertuples(index=False, name=None))
+    keep = [row not in gone for row in table[REQUEST].itertuples(index=False, name=None)]
+    used = table[keep].drop(columns=["error", "reason", "good", "output_ar", "skipped_rounds", "attempt"])
+    return {"used": used, "excluded": excluded, "again": again}
+
+
+def _refuse_clashes(table: pd.DataFrame) -> None:
+    """The same arm and request in two runs would count twice; only the autoregressive arm is expected in each."""
+    rows = table[table["method"] != AR]
+    twice = rows[rows.duplicated([*REQUEST, "arm"], keep=False)]
+    if len(twice):
+        first = twice.iloc[0]
+        runs = ", ".join(sorted(set(twice["run"].astype(str))))
+        raise LoadError(f"request {first['request']} of {first['arm']} is in several runs ({runs}); give one of them")
+
+
+def _exclusions(table: pd.DataFrame) -> pd.DataFrame:
+    """One row per request of a cell that some arm of that cell lacks or could not finish, with the first reason
+    found."""
+    bad = table.loc[~table["good"], [*REQUEST, "arm", "reason"]]
+    present = table.groupby(REQUEST, observed=True)["arm"].nunique().rename("present").reset_index()
+    arms = table.groupby(CELL, observed=True)["arm"].unique().rename("arms").reset_index()
+    short = present.merge(arms, on=CELL)
+    short = short[short["present"] < short["arms"].map(len)]
+    have = table.groupby(REQUEST, observed=True)["arm"].agg(set).to_dict() if len(short) else {}
+    lacking = [
+        {**{name: row[name] for name in REQUEST}, "arm": arm, "reason": "missing"}
+        for row in short.to_dict("records")
+        for arm in row["arms"]
+        if arm not in have[tuple(row[name] for name in REQUEST)]
+    ]
+    # The autoregressive arm's own trouble explains the unpaired rows of the others, so it is named first.
+    both = pd.concat([bad, pd.DataFrame(lacking, columns=bad.columns)], ignore_index=True)
+    both["rank"] = (both["arm"] != AR).astype(int)
+    return both.sort_values("rank", kind="stable").drop_duplicates(REQUEST).drop(columns="rank").reset_index(drop=True)

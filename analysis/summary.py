@@ -1,0 +1,252 @@
+"""What a run found: the table that ends ``fold-bench`` and the plot beside it.
+
+Per benchmark and length level the arms are ranked by speedup over autoregressive decoding, the autoregressive arm
+among them: where it ranks first, speculation does not pay. Absolute TPOT stands beside every speedup (facts/peers.md
+C.2)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+from rich.table import Table
+from rich.text import Text
+
+from analysis.load import CELL, REQUEST, Runs, load
+from analysis.stats import Draws, Estimate, Resampler, ratio
+from analysis.style import draw_line, look, save, styled
+from harness.records import AR
+
+# An arm whose outputs are this much longer or shorter than the autoregressive ones, or whose share of generations
+# that hit the limit moves this much, did other work: its speedup is flagged (facts/peers.md D12).
+LENGTH_SHIFT = 0.05
+LOOP = 0.5
+CAPTION = (
+    "tau: mean over requests of tokens per round. Speedup: mean over requests of TPOT(AR)/TPOT [95% interval, paired "
+    "bootstrap over requests]. ~: not distinguishable from the first (the interval of their ratio holds 1)."
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One arm on one benchmark at one length level. tpot_ms is an absolute time; rank 1 is the fastest."""
+
+    pair: str
+    engine: str
+    benchmark: str
+    level: str
+    rank: int
+    arm: str
+    tau: Estimate
+    tpot_ms: Estimate
+    speedup: Estimate
+    tied: bool
+    flags: tuple[str, ...]
+
+    def cells(self) -> list[str]:
+        """Printed values from benchmark to flags."""
+        place = f"{self.rank}{'~' if self.tied and self.rank > 1 else ''}"
+        tau = f"{self.tau.value:.2f}"
+        flags = ", ".join(self.flags)
+        return [
+            self.benchmark,
+            self.level,
+            place,
+            self.arm,
+            tau,
+            f"{self.tpot_ms.value:.2f}",
+            self.speedup.text(2, "×"),
+            flags,
+        ]
+
+
+@dataclass
+class Summary:
+    """Rows in printing order, and what must be read beside them.
+
+    counts: lines on requests used and left out, by reason. notes: drift, agreement with the autoregressive output,
+    flags. failures: requests that failed or are missing in some arm; any makes a run incomplete (exit code non-zero).
+    """
+
+    rows: list[Row]
+    counts: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    failures: int = 0
+
+    HEADER = ("benchmark", "length", "#", "method", "tau", "TPOT ms", "speedup [95%]", "flags")
+
+    def table(self) -> Table:
+        """The table for a terminal (rich)."""
+        table = Table(
+            title=self._title(), caption="\n".join([CAPTION, *self.counts, *self.notes]), caption_justify="left"
+        )
+        for name in self._header():
+            table.add_column(name, justify="right" if name in ("#", "tau", "TPOT ms") else "left")
+        for previous, row in zip([None, *self.rows], self.rows, strict=False):
+            new = previous is None or (previous.benchmark, previous.level) != (row.benchmark, row.level)
+            if new and previous is not None:
+                table.add_section()
+            cells = row.cells()[: len(self._header())]
+            shown = cells if new else ["", "", *cells[2:]]
+            # Text, not str: a name with brackets is not markup.
+            table.add_row(*(Text(cell) for cell in shown), style="bold" if row.rank == 1 else "")
+        return table
+
+    def markdown(self) -> str:
+        """The same as a Markdown table with the notes as a list."""
+        header = self._header()
+        lines = [f"| {' | '.join(header)} |", f"|{'|'.join('---' for _ in header)}|"]
+        for row in self.rows:
+            cells = [cell.replace("|", "\\|") for cell in row.cells()[: len(header)]]
+            lines.append("| " + " | ".join(f"**{cell}**" if row.rank == 1 and cell else cell for cell in cells) + " |")
+        return "\n".join([*lines, "", *(f"- {line}" for line in [CAPTION, *self.counts, *self.notes]), ""])
+
+    def _header(self) -> tuple[str, ...]:
+        return self.HEADER if any(row.flags for row in self.rows) else self.HEADER[:-1]
+
+    def _title(self) -> str:
+        return "; ".join(dict.fromkeys(f"{row.pair} in {row.engine}" for row in self.rows))
+
+
+def summarise(run_dir: Path | str | Iterable[Path | str]) -> Summary:
+    """Summarise one or several run directories. Raises analysis.load.LoadError when there are no records."""
+    return summarise_runs(load(run_dir))
+
+
+def summarise_runs(runs: Runs) -> Summary:
+    """Summarise loaded records."""
+    groups = ["pair", "engine", "benchmark", "level"]
+    means = Resampler(runs.used, CELL)
+    rows: list[Row] = []
+    for keys in _levels(runs.used, groups):
+        strata = means.strata(**dict(zip(groups, keys, strict=True)))
+        of_group = runs.used[(runs.used[groups].astype("str") == list(keys)).all(axis=1)]
+        rows.extend(_rank(means, strata, keys, of_group))
+    return Summary(rows, _counts(runs), [*_drift(runs), *_agreement(runs)], _failures(runs))
+
+
+def _levels(used: pd.DataFrame, groups: list[str]) -> list[tuple[str, ...]]:
+    """Groups in printing order: pair, engine and benchmark as recorded, levels by their requests' length."""
+    if len(used) == 0:
+        return []
+    length = used.groupby(groups, observed=True)["prompt_tokens"].median().reset_index()
+    seen = {name: place for place, name in enumerate(dict.fromkeys(used["benchmark"]))}
+    length["place"] = length["benchmark"].map(seen).astype(int)
+    ordered = length.sort_values(["pair", "engine", "place", "prompt_tokens"])
+    return [tuple(str(part) for part in row) for row in ordered[groups].to_numpy()]
+
+
+def _rank(means: Resampler, strata: list[tuple[str, ...]], keys: tuple[str, ...], of_group: pd.DataFrame) -> list[Row]:
+    speedups: dict[str, Draws] = {arm: means.mean(arm, "speedup", strata) for arm in means.arms(strata)}
+    ranked = sorted(speedups, key=lambda arm: -np.nan_to_num(speedups[arm].values[0], nan=-1.0))
+    rows = []
+    for rank, arm in enumerate(ranked, 1):
+        against_best = ratio(speedups[arm], speedups[ranked[0]]).estimate()
+        rows.append(
+            Row(
+                pair=keys[0],
+                engine=keys[1],
+                benchmark=keys[2],
+                level=keys[3],
+                rank=rank,
+                arm=arm,
+                tau=means.mean(arm, "tau", strata).estimate(),
+                tpot_ms=means.mean(arm, "tpot_ms", strata).estimate(),
+                speedup=speedups[arm].estimate(),
+                tied=against_best.has_interval and against_best.low <= 1 <= against_best.high,
+                flags=_flags(of_group[of_group["arm"] == arm], of_group[of_group["arm"] == AR]),
+            )
+        )
+    return rows
+
+
+def _flags(rows: pd.DataFrame, base: pd.DataFrame) -> tuple[str, ...]:
+    """Signs that an arm's outputs are not the work that the baseline did."""
+    flags = []
+    loops = int((rows["repetition"] > LOOP).sum())
+    if loops:
+        flags.append(f"{loops} repetition loop{'s' if loops > 1 else ''}")
+    longer = rows["n_out"].mean() / base["n_out"].mean() - 1 if len(base) else 0.0
+    if abs(longer) > LENGTH_SHIFT:
+        flags.append(f"outputs {abs(longer):.0%} {'longer' if longer > 0 else 'shorter'} than AR's")
+    cut = (rows["finish"] == "length").mean() - (base["finish"] == "length").mean() if len(base) else 0.0
+    if abs(cut) > LENGTH_SHIFT:
+        flags.append(f"{abs(cut):.0%} {'more' if cut > 0 else 'fewer'} hit the limit")
+    return tuple(flags)
+
+
+def _counts(runs: Runs) -> list[str]:
+    used = runs.used[REQUEST].drop_duplicates()
+    line = f"Requests used: {len(used)}; left out of every arm: {len(runs.excluded)}"
+    if len(runs.excluded) == 0:
+        return [line + "."]
+    reasons = Counter(zip(runs.excluded["reason"], runs.excluded["arm"], strict=True)).most_common()
+    return [line + " (" + "; ".join(f"{n} {reason} in {arm}" for (reason, arm), n in reasons) + ")."]
+
+
+def _failures(runs: Runs) -> int:
+    # A request without TPOT stopped after its first token: that is a property of the request, not a failure.
+    return int((runs.excluded["reason"] != "no TPOT").sum())
+
+
+def _drift(runs: Runs) -> list[str]:
+    """The second autoregressive pass against the first: what the speedups would show if nothing had changed."""
+    if len(runs.again) == 0:
+        return []
+    means = Resampler(runs.again, ["pair", "engine"], ["speedup"])
+    lines = []
+    for key in means.strata():
+        estimate = means.mean(runs.again["arm"].iloc[0], "speedup", [key]).estimate()
+        lines.append(f"AR against itself, first pass over second pass: {estimate.text(3)} on {estimate.n} requests.")
+    return lines
+
+
+def _agreement(runs: Runs) -> list[str]:
+    """Outputs identical to the autoregressive ones, per arm."""
+    arms = [arm for arm in runs.arms() if arm != AR]
+    if not arms:
+        return []
+    same = {arm: runs.used.loc[runs.used["arm"] == arm, "same"] for arm in arms}
+    counts = ", ".join(f"{arm} {int(rows.sum())}/{len(rows)}" for arm, rows in same.items())
+    return [f"Outputs identical to AR: {counts}."]
+
+
+def plot_run(run_dir: Path | str | Iterable[Path | str], out: Path | str) -> Path:
+    """tau (top) and speedup (bottom) over input length, one column per benchmark, with 95% intervals; .png or .pdf by
+    `out`."""
+    runs = load(run_dir)
+    return save(figure_by_length(summarise_runs(runs).rows), Path(out))
+
+
+def figure_by_length(rows: list[Row]) -> Figure:
+    """The figure behind plot_run; levels are categories in order of length."""
+    benchmarks = list(dict.fromkeys(row.benchmark for row in rows))
+    arms = sorted(dict.fromkeys(row.arm for row in rows), key=lambda arm: (arm == "fold", arm != AR))
+    with styled():
+        figure = Figure(figsize=(max(2.6 * len(benchmarks), 3.6), 4.4), layout="constrained")
+        grid = figure.subplots(2, max(len(benchmarks), 1), squeeze=False, sharey="row")
+        for column, benchmark in enumerate(benchmarks):
+            here = [row for row in rows if row.benchmark == benchmark]
+            levels = list(dict.fromkeys(row.level for row in here))
+            for axes, metric in zip(grid[:, column], ("tau", "speedup"), strict=True):
+                for place, arm in enumerate(arms):
+                    if arm == AR and metric == "tau":
+                        continue
+                    mine = [row for row in here if row.arm == arm]
+                    # Arms stand side by side at a level so that their intervals can be read.
+                    shift = 0.35 * (place - (len(arms) - 1) / 2) / max(len(arms), 1)
+                    x = [levels.index(row.level) + shift for row in mine]
+                    draw_line(axes, x, [getattr(row, metric) for row in mine], arm, **look(arm, place))
+                axes.set_xticks(range(len(levels)), levels)
+            grid[0, column].set_title(benchmark)
+            grid[1, column].set_xlabel("input length (tokens)")
+        grid[0, 0].set_ylabel("acceptance length τ")
+        grid[1, 0].set_ylabel("speedup over AR (×)")
+        handles, labels = grid[1, 0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 5) or 1, frameon=False)
+        return figure

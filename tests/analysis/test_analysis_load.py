@@ -1,0 +1,119 @@
+"""Which records count, and which requests are left out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from analysis_fixtures import record, write_run
+
+from analysis.load import LoadError, length_bucket, load, repetition
+
+
+def test_pairs_on_the_same_device_only(tmp_path: Path) -> None:
+    lines = [
+        record("a", device_uuid="gpu-1", tpot_ms=10),
+        record("a", device_uuid="gpu-2", tpot_ms=20),
+        record("a", "fold", commits=[4, 4, 4], device_uuid="gpu-2", tpot_ms=5),
+    ]
+    runs = load(write_run(tmp_path, lines))
+    fold = runs.used[runs.used["arm"] == "fold"].iloc[0]
+    assert fold["tpot_ar_ms"] == pytest.approx(20) and fold["speedup"] == pytest.approx(4)
+
+
+def test_unpaired_device_is_left_out_everywhere(tmp_path: Path) -> None:
+    lines = [
+        record("a", device_uuid="gpu-1"),
+        record("a", "fold", commits=[4], device_uuid="gpu-2"),
+        record("a", "window", commits=[4], device_uuid="gpu-1"),
+        *[record("b", method, commits=commits) for method, commits in (("ar", None), ("fold", [4]), ("window", [3]))],
+    ]
+    runs = load(write_run(tmp_path, lines))
+    assert set(runs.used["request"]) == {"b"}
+    assert runs.excluded[["request", "arm", "reason"]].values.tolist() == [
+        ["a", "fold", "no autoregressive record on the same device"]
+    ]
+
+
+def test_missing_and_failed_rows_drop_the_request_from_every_arm(tmp_path: Path) -> None:
+    lines = [record(name, method, commits=[2, 2]) for name in "abc" for method in ("ar", "fold", "window")]
+    lines = [line for line in lines if (line["request_id"], line["method"]) != ("b", "window")]
+    lines[-1] |= {"error": "out of memory\ntraceback", "output_ids": [], "commits": [], "n_first": 0}
+    runs = load(write_run(tmp_path, lines))
+    assert sorted(set(runs.used["request"])) == ["a"] and len(runs.used) == 3
+    assert dict(zip(runs.excluded["request"], runs.excluded["reason"], strict=True)) == {
+        "b": "missing",
+        "c": "failed: out of memory",
+    }
+
+
+def test_one_output_token_has_no_tpot(tmp_path: Path) -> None:
+    lines = [record("a"), record("a", "fold", commits=[4]), record("b", commits=[]), record("b", "fold", commits=[4])]
+    runs = load(write_run(tmp_path, lines))
+    assert set(runs.used["request"]) == {"a"}
+    assert runs.excluded[["request", "arm", "reason"]].values.tolist() == [["b", "ar", "no TPOT"]]
+
+
+def test_retry_replaces_a_failure_but_not_a_good_record(tmp_path: Path) -> None:
+    good = record("a", "fold", commits=[4])
+    lines = [
+        record("a"),
+        {**good, "error": "boom", "attempt": 1},
+        {**good, "attempt": 2},
+        {**good, "error": "late boom", "attempt": 3},
+    ]
+    runs = load(write_run(tmp_path, lines))
+    assert len(runs.used) == 2 and len(runs.excluded) == 0
+
+
+def test_warmups_and_second_ar_pass_are_kept_apart(tmp_path: Path) -> None:
+    lines = [record("w", warmup=True), record("a"), record("a", "fold", commits=[4]), record("a", "ar@end", tpot_ms=20)]
+    runs = load(write_run(tmp_path, lines))
+    assert runs.arms() == ["ar", "fold"]
+    assert len(runs.warmups) == 1 and runs.again["speedup"].tolist() == pytest.approx([0.5])
+
+
+def test_torn_last_line_is_dropped_and_other_damage_is_not(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, [record("007")])
+    file = folder / "records.jsonl"
+    whole = file.read_text()
+    file.write_text(whole + whole[:50])
+    assert load(folder).used["request"].tolist() == ["007"]
+    file.write_text(whole[:50] + "\n" + whole)
+    with pytest.raises(LoadError, match="line 1"):
+        load(folder)
+
+
+def test_same_arm_in_two_runs_clashes_and_other_arms_join(tmp_path: Path) -> None:
+    one = write_run(tmp_path / "1", [record("a", run="r1"), record("a", "fold", commits=[4], run="r1")])
+    two = write_run(tmp_path / "2", [record("a", run="r2"), record("a", "rerope", commits=[3], run="r2")])
+    assert load([one, two]).arms() == ["ar", "fold", "rerope"]
+    three = write_run(tmp_path / "3", [record("a", run="r3"), record("a", "fold", commits=[4], run="r3")])
+    with pytest.raises(LoadError, match="several runs"):
+        load([one, three])
+
+
+def test_arms_of_one_method_are_named_by_what_differs(tmp_path: Path) -> None:
+    lines = [record("a")]
+    lines += [record("a", "fold", commits=[3], method_config={"alpha": alpha, "window": 256}) for alpha in (1.0, 2.0)]
+    assert load(write_run(tmp_path, lines)).arms() == ["ar", "fold alpha=1.0", "fold alpha=2.0"]
+
+
+def test_second_arm_of_equal_settings_keeps_its_name(tmp_path: Path) -> None:
+    lines = [record("a", tpot_ms=10), record("a", "ar#2", tpot_ms=20)]
+    runs = load(write_run(tmp_path, lines))
+    assert runs.arms() == ["ar", "ar#2"]
+    assert runs.used.set_index("arm").loc["ar#2", "speedup"] == pytest.approx(0.5)
+
+
+def test_nothing_to_read_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(LoadError, match=r"holds no records"):
+        load(tmp_path)
+    with pytest.raises(LoadError, match=r"is not a folder"):
+        load(tmp_path / "gone")
+
+
+def test_buckets_and_repetition() -> None:
+    names = [length_bucket(n) for n in (10, 1024, 9800, 16384, 131071, 131072, 250000)]
+    assert names == ["<1K", "1–2K", "8–16K", "16–32K", "64–128K", "≥128K", "≥128K"]
+    assert repetition([1, 2] * 50) > 0.9 and repetition(list(range(100))) == 0 and repetition([1]) == 0
