@@ -1,0 +1,194 @@
+"""Llama and Qwen3 targets, lean: the same arithmetic as ``transformers``, without a module call per operation.
+
+At batch size one a decoding step of a small model is mostly overhead and memory traffic. Here a layer is eight products on
+weights laid out once (``harness.linear``), the keys and values live in one preallocated block, and nothing is copied per step.
+``tests/engines/test_targets.py`` holds it against ``transformers``' forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from torch import Tensor
+
+from harness.engines.base import EngineError
+from harness.engines.reference.attention import attend, row_weights
+from harness.engines.reference.target import Step
+from harness.linear import Linear, pack
+from methods.rope import build_rope
+
+
+@dataclass(frozen=True)
+class _Layer:
+    input_norm: Tensor
+    qkv: Linear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    out: Linear
+    post_norm: Tensor
+    gate_up: Linear
+    down: Linear
+
+
+class DenseTarget:
+    """A :class:`~harness.engines.reference.target.Target` for full-attention Llama and Qwen3 checkpoints.
+
+    Keys and values are [layers, kv heads, capacity, head_dim] in ``dtype``; keys are stored rotated.
+    """
+
+    @staticmethod
+    def supports(config: Any) -> bool:
+        """Whether every layer is the plain block this class computes."""
+        if config.model_type not in ("llama", "qwen3") or getattr(config, "use_sliding_window", False):
+            return False
+        plain = config.hidden_act == "silu" and not getattr(config, "attention_bias", False)
+        return plain and not getattr(config, "mlp_bias", False)
+
+    def __init__(self, folder: Path, config: Any, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype, self.device = dtype, device
+        self.max_positions, self.vocab = config.max_position_embeddings, config.vocab_size
+        self._hidden, self._eps = config.hidden_size, config.rms_norm_eps
+        self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self._dim = getattr(config, "head_dim", None) or self._hidden // self._heads
+        self._scale = self._dim**-0.5
+        self._rope = build_rope(dict(config.rope_parameters), self._dim)
+        self._weights = 0
+        tensors = _Tensors(folder, dtype, device)
+        self.embedding = tensors.take("model.embed_tokens.weight", (self.vocab, self._hidden))
+        tied = config.tie_word_embeddings
+        self.head = self._pack(self.embedding if tied else tensors.take("lm_head.weight", (self.vocab, self._hidden)))
+        self._norm = tensors.take("model.norm.weight", (self._hidden,))
+        self._layers = [
+            self._load_layer(tensors, f"model.layers.{i}.", config) for i in range(config.num_hidden_layers)
+        ]
+        self._keys = self._values = torch.empty(0)
+        self._cos = self._sin = torch.empty(0)
+        self._capacity = self.length = self._marked = 0
+        self._last_query = torch.empty(0)
+
+    def _load_layer(self, tensors: _Tensors, prefix: str, config: Any) -> _Layer:
+        hidden, dim, inner = self._hidden, self._dim, config.intermediate_size
+        heads, kv_heads = self._heads * dim, self._kv_heads * dim
+        attention, mlp = prefix + "self_attn.", prefix + "mlp."
+        qk_norm = config.model_type == "qwen3"
+        return _Layer(
+            input_norm=tensors.take(prefix + "input_layernorm.weight", (hidden,)),
+            qkv=self._pack(
+                tensors.take(attention + "q_proj.weight", (heads, hidden)),
+                tensors.take(attention + "k_proj.weight", (kv_heads, hidden)),
+                tensors.take(attention + "v_proj.weight", (kv_heads, hidden)),
+            ),
+            q_norm=tensors.take(attention + "q_norm.weight", (dim,)) if qk_norm else None,
+            k_norm=tensors.take(attention + "k_norm.weight", (dim,)) if qk_norm else None,
+            out=self._pack(tensors.take(attention + "o_proj.weight", (hidden, heads))),
+            post_norm=tensors.take(prefix + "post_attention_layernorm.weight", (hidden,)),
+            gate_up=self._pack(
+                tensors.take(mlp + "gate_proj.weight", (inner, hidden)),
+                tensors.take(mlp + "up_proj.weight", (inner, hidden)),
+            ),
+            down=self._pack(tensors.take(mlp + "down_proj.weight", (hidden, inner))),
+        )
+
+    def _pack(self, *weights: Tensor) -> Linear:
+        joined = weights[0] if len(weights) == 1 else torch.cat(weights)
+        self._weights += joined.nbytes
+        return pack(joined)
+
+    def reserve(self, capacity: int) -> None:
+        if capacity > self._capacity:
+            shape = (len(self._layers), self._kv_heads, capacity, self._dim)
+            self._keys = self._values = torch.empty(0)  # free the old block before taking the new one
+            self._keys = torch.empty(shape, dtype=self.dtype, device=self.device)
+            self._values = torch.empty(shape, dtype=self.dtype, device=self.device)
+            angles = torch.outer(torch.arange(capacity, dtype=torch.float64), self._rope.inv_freq.cpu())
+            table = torch.float64 if self.dtype == torch.float64 else torch.float32
+            self._cos = (angles.cos() * self._rope.mscale).to(table).to(self.device)
+            self._sin = (angles.sin() * self._rope.mscale).to(table).to(self.device)
+            self._capacity = capacity
+        self.length = self._marked = 0
+
+    @torch.inference_mode()
+    def forward(self, ids: Sequence[int], *, taps: Sequence[int] = (), last_only: bool = False) -> Step:
+        start, rows = self.length, len(ids)
+        stop = start + rows
+        if stop > self._capacity:
+            raise EngineError(f"{stop} positions do not fit the reserved {self._capacity}")
+        x = F.embedding(torch.tensor(ids, device=self.device), self.embedding)
+        cos, sin = self._cos[start:stop, None], self._sin[start:stop, None]
+        tapped: list[Tensor] = []
+        for index, layer in enumerate(self._layers):
+            q = self._store(index, layer, F.rms_norm(x, (self._hidden,), layer.input_norm, self._eps), cos, sin, start, stop)
+            mixed = attend(q, self._keys[index, :, :stop], self._values[index, :, :stop], self._scale)
+            x = x + layer.out(mixed.transpose(0, 1).reshape(rows, -1))
+            gate, up = layer.gate_up(F.rms_norm(x, (self._hidden,), layer.post_norm, self._eps)).chunk(2, -1)
+            x = x + layer.down(F.silu(gate) * up)
+            if index in taps:
+                tapped.append(x)
+        self._last_query = q
+        self.length = stop
+        final = F.rms_norm(x[-1:] if last_only else x, (self._hidden,), self._norm, self._eps)
+        return Step(self.head(final), torch.cat(tapped, -1) if taps else None)
+
+    def _store(
+        self, index: int, layer: _Layer, x: Tensor, cos: Tensor, sin: Tensor, start: int, stop: int
+    ) -> Tensor:
+        """Project, normalise and rotate; write keys and values at start..stop; return the queries [heads, rows, dim]."""
+        split = self._heads + self._kv_heads
+        qkv = layer.qkv(x).view(stop - start, split + self._kv_heads, self._dim)
+        qk, value = qkv[:, :split], qkv[:, split:]
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q = F.rms_norm(qk[:, : self._heads], (self._dim,), layer.q_norm, self._eps)
+            k = F.rms_norm(qk[:, self._heads :], (self._dim,), layer.k_norm, self._eps)
+            qk = torch.cat((q, k), 1)
+        half = cos.shape[-1]
+        a, b = qk[..., :half], qk[..., half:]
+        rotated = torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(self.dtype).transpose(0, 1)
+        self._keys[index, :, start:stop] = rotated[self._heads :]
+        self._values[index, :, start:stop] = value.transpose(0, 1)
+        return rotated[: self._heads]
+
+    def truncate(self, length: int) -> None:
+        self.length = length
+
+    def mark(self) -> None:
+        self._marked = self.length
+
+    def rewind(self) -> None:
+        self.length = self._marked
+
+    def attention_of(self, row: int) -> Tensor:
+        position = self.length - self._last_query.shape[1] + row
+        return row_weights(self._last_query[:, row], self._keys[-1, :, : position + 1], self._scale)
+
+    def nbytes(self) -> dict[str, int]:
+        return {"weights": self._weights, "cache": self._keys.nbytes + self._values.nbytes}
+
+
+class _Tensors:
+    """The tensors of a safetensors checkpoint, sharded or not, checked for shape as they are taken."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+        self._folder, self._dtype, self._device = folder, dtype, device
+        self._files: dict[str, Path] = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            with safe_open(path, framework="pt") as file:
+                self._files.update(dict.fromkeys(file.keys(), path))
+        if not self._files:
+            raise EngineError(f"target {folder}: no .safetensors file; convert the checkpoint to safetensors")
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        if name not in self._files:
+            raise EngineError(f"target {self._folder}: tensor {name} is missing; the checkpoint is incomplete")
+        with safe_open(self._files[name], framework="pt") as file:
+            tensor = file.get_tensor(name)
+        if tuple(tensor.shape) != shape:
+            raise EngineError(
+                f"target {self._folder}: {name} is {tuple(tensor.shape)}, its config.json asks for {shape}; one of them is wrong"
+            )
+        return tensor.to(device=self._device, dtype=self._dtype)

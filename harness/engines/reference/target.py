@@ -1,0 +1,75 @@
+"""A target model as the reference engine needs it: prefill in chunks, decode a few rows, take some of them back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from harness.engines.base import EngineError
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one forward pass gives back.
+
+    logits: [R, vocab] for the R rows fed, or [1, vocab] for the last one. features: [R, F * hidden], the outputs of the F
+    tapped decoder layers side by side (``hidden_states[id + 1]`` in ``transformers``' counting), or None.
+    """
+
+    logits: Tensor
+    features: Tensor | None
+
+
+class Target(Protocol):
+    """One sequence in a preallocated cache. Positions run from 0; ``length`` counts the entries held."""
+
+    length: int
+    max_positions: int
+    vocab: int
+    dtype: torch.dtype
+    device: torch.device
+    embedding: Tensor  # [vocab, hidden]
+    head: Callable[[Tensor], Tensor]  # [R, hidden] -> [R, vocab]
+
+    def reserve(self, capacity: int) -> None:
+        """Empty the cache and make room for ``capacity`` positions."""
+
+    def forward(self, ids: Sequence[int], *, taps: Sequence[int] = (), last_only: bool = False) -> Step:
+        """Append ``ids`` after ``length`` and return their logits and the outputs of the decoder layers ``taps``."""
+
+    def truncate(self, length: int) -> None:
+        """Keep the first ``length`` positions; only rows of the latest forward pass may be dropped."""
+
+    def mark(self) -> None:
+        """Remember the present state (the end of the prompt)."""
+
+    def rewind(self) -> None:
+        """Return to the marked state."""
+
+    def attention_of(self, row: int) -> Tensor:
+        """Head-averaged attention weights [position + 1] float32 of a row of the latest pass in the last full layer."""
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes held: weights and cache."""
+
+
+def open_target(folder: Path, dtype: torch.dtype, device: torch.device) -> Target:
+    """Load the target in ``folder``: the lean path for Llama and Qwen3, ``transformers``' own modules for the others."""
+    from transformers import AutoConfig
+
+    from harness.engines.reference.dense import DenseTarget
+    from harness.engines.reference.hf import TransformersTarget
+
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        first = str(error).splitlines()[0]
+        raise EngineError(f"target {folder}: no usable config.json ({first}); give a folder saved by transformers") from None
+    if DenseTarget.supports(config):
+        return DenseTarget(folder, config, dtype, device)
+    return TransformersTarget(folder, dtype, device)
