@@ -10,7 +10,8 @@ without TPOT "is excluded for all methods")."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from harness.guards import LOOP, repetition
 from harness.records import AR, AR_AGAIN, Record, RecordError, read_lines, read_records, tau, tpot
 
 # A cell is what a table prints: one task (at one length level) of one pair in one engine.
@@ -40,8 +42,9 @@ class Runs:
         config (JSON text of the method's settings), run, device, order, prompt_tokens, n_out, finish, tau and
         tau_unclipped (tokens per verification round), committed and rounds (tokens, rounds: their sums give the
         pooled tau), tpot_ms, tpot_ar_ms, speedup (TPOT_AR / TPOT of the same request, run and device), prefill_s,
-        output (hash of the ids), same (output ids equal to the autoregressive ones), repetition (0..1), commits and
-        proposals (bytes, one a round).
+        output (hash of the ids), same (output ids equal to the autoregressive ones), n_out_ar, finish_ar,
+        repetition and repetition_ar (share of repeated n-grams; 0 where too few drafts are accepted to matter), round_s
+        (seconds by part, summed over rounds), commits and proposals (bytes, one a round).
     excluded: one row per left-out request of a cell: CELL, request, arm (the one to blame), reason.
     again: the second autoregressive pass over some requests: REQUEST, arm, order, tpot_ms, tpot_ar_ms, same.
     warmups: rows as they were recorded, never counted.
@@ -75,11 +78,11 @@ def load(paths: Path | str | Iterable[Path | str]) -> Runs:
             what = "holds no records*.jsonl" if folder.is_dir() else "is not a folder"
             raise LoadError(f"{folder} {what}; give a run directory that fold-bench wrote")
         run = _read_json(folder / "run.json")
-        pair = pair_name(run)
+        pair = run.get("config", {}).get("drafter", {}).get("name")
         for file in files:
             try:
                 for record in read_records(file):
-                    rows.append(_row(record, pair))
+                    rows.append(_row(record, pair or record.unit.rsplit("/", 3)[0]))
                     provenance.setdefault(record.run, run)
                 for log in sorted(folder.glob("agreement*.jsonl")):
                     agreement.extend(value for _, value in read_lines(log))
@@ -107,8 +110,9 @@ def _row(record: Record, pair: str) -> dict[str, Any]:
     """One record as a flat row. Token ids are hashed and dropped: they are most of a record and are only compared."""
     committed, rounds = sum(record.commits), len(record.commits)
     mean, seconds = tau(record), tpot(record)
-    # A loop that the drafter has learned is accepted whole, so only arms that commit nearly everything need the look.
-    suspect = not record.autoregressive and mean and mean >= 0.9 * (max(record.proposals, default=0) + 1)
+    # Counting n-grams of every output would double the time to load; a loop that makes an arm look fast is one whose
+    # drafts are mostly accepted.
+    suspect = mean and mean >= 0.5 * (max(record.proposals, default=0) + 1) and not record.autoregressive
     return {
         "run": record.run,
         "pair": pair,
@@ -131,7 +135,9 @@ def _row(record: Record, pair: str) -> dict[str, Any]:
         "tpot_ms": 1e3 * seconds if seconds else np.nan,
         "prefill_s": record.prefill_s,
         "output": hash(tuple(record.output_ids)),
-        "repetition": repetition(record.output_ids) if suspect else np.nan,
+        "repetition": repetition(record.output_ids) if suspect else 0.0,
+        "base_ids": array("I", record.output_ids).tobytes() if record.method == AR else b"",
+        "round_s": record.round_s,
         "skipped_rounds": record.skipped_rounds,
         "commits": b"" if record.autoregressive else bytes(record.commits),
         "proposals": bytes(record.proposals),
@@ -141,12 +147,6 @@ def _row(record: Record, pair: str) -> dict[str, Any]:
     }
 
 
-def repetition(ids: Sequence[int], n: int = 8) -> float:
-    """Share of the output's n-grams that occurred before in it, 0 to 1; near 1 is a loop (facts/peers.md D12)."""
-    grams = len(ids) - n + 1
-    return 1 - len({tuple(ids[i : i + n]) for i in range(grams)}) / grams if grams > 0 else 0.0
-
-
 def _read_json(file: Path) -> dict[str, Any]:
     try:
         return json.loads(file.read_bytes())
@@ -154,13 +154,6 @@ def _read_json(file: Path) -> dict[str, Any]:
         return {}
     except ValueError as error:
         raise LoadError(f"{file} is not JSON ({error})") from None
-
-
-def pair_name(run: dict[str, Any]) -> str:
-    """Target and drafter of a run.json, for grouping and headings."""
-    config = run.get("config", {})
-    names = [config.get(part, {}).get("name", "") for part in ("target", "drafter")]
-    return " + ".join(name for name in names if name) or "unnamed pair"
 
 
 # -------------------------------------------------------------------------------------------------------------- pairing
@@ -218,9 +211,14 @@ def _pair(table: pd.DataFrame) -> dict[str, pd.DataFrame]:
     table = (
         table.sort_values(["good", "attempt"], kind="stable").drop_duplicates([*where, "arm"], keep="last").sort_index()
     )
-    pairs = table.loc[(table["arm"] == AR) & table["good"], [*where, "tpot_ms", "output"]]
-    pairs = pairs.rename(columns={"tpot_ms": "tpot_ar_ms", "output": "output_ar"})
-    table = table.merge(pairs, on=where, how="left")
+    pairs = table.loc[
+        (table["arm"] == AR) & table["good"], [*where, "tpot_ms", "output", "n_out", "finish", "base_ids"]
+    ]
+    of_ar = {"tpot_ms": "tpot_ar_ms", "output": "output_ar", "n_out": "n_out_ar", "finish": "finish_ar"}
+    table = table.drop(columns="base_ids").merge(pairs.rename(columns=of_ar), on=where, how="left")
+    loops = (table["repetition"] > LOOP) & table["tpot_ar_ms"].notna()
+    table["repetition_ar"] = 0.0
+    table.loc[loops, "repetition_ar"] = [repetition(array("I", ids)) for ids in table.loc[loops, "base_ids"]]
     table["same"] = table["output"] == table["output_ar"]
     table["speedup"] = table["tpot_ar_ms"] / table["tpot_ms"]
     unpaired = table["good"] & table["tpot_ar_ms"].isna()
@@ -234,7 +232,7 @@ def _pair(table: pd.DataFrame) -> dict[str, pd.DataFrame]:
     excluded = _exclusions(table)
     gone = set(excluded[REQUEST].itertuples(index=False, name=None))
     keep = [row not in gone for row in table[REQUEST].itertuples(index=False, name=None)]
-    used = table[keep].drop(columns=["error", "reason", "good", "output_ar", "skipped_rounds", "attempt"])
+    used = table[keep].drop(columns=["error", "reason", "good", "output_ar", "base_ids", "skipped_rounds", "attempt"])
     return {"used": used, "excluded": excluded, "again": again}
 
 

@@ -20,12 +20,9 @@ from rich.text import Text
 from analysis.load import CELL, REQUEST, Runs, load
 from analysis.stats import Draws, Estimate, Resampler, ratio
 from analysis.style import draw_line, look, save, styled
+from harness.guards import Work, work_flags
 from harness.records import AR
 
-# An arm whose outputs are this much longer or shorter than the autoregressive ones, or whose share of generations
-# that hit the limit moves this much, did other work: its speedup is flagged (facts/peers.md D12).
-LENGTH_SHIFT = 0.05
-LOOP = 0.5
 CAPTION = (
     "tau: mean over requests of tokens per round. Speedup: mean over requests of TPOT(AR)/TPOT [95% interval, paired "
     "bootstrap over requests]. ~: not distinguishable from the first (the interval of their ratio holds 1)."
@@ -49,7 +46,7 @@ class Row:
     flags: tuple[str, ...]
 
     def cells(self) -> list[str]:
-        """Printed values from benchmark to flags."""
+        """Printed values from benchmark to speedup; "!" marks an arm with flags."""
         place = f"{self.rank}{'~' if self.tied and self.rank > 1 else ''}"
         tau = f"{self.tau.value:.2f}"
         flags = ", ".join(self.flags)
@@ -78,20 +75,20 @@ class Summary:
     notes: list[str] = field(default_factory=list)
     failures: int = 0
 
-    HEADER = ("benchmark", "length", "#", "method", "tau", "TPOT ms", "speedup [95%]", "flags")
+    HEADER = ("benchmark", "length", "#", "method", "tau", "TPOT ms", "speedup [95%]")
 
     def table(self) -> Table:
         """The table for a terminal (rich)."""
         table = Table(
             title=self._title(), caption="\n".join([CAPTION, *self.counts, *self.notes]), caption_justify="left"
         )
-        for name in self._header():
+        for name in self.HEADER:
             table.add_column(name, justify="right" if name in ("#", "tau", "TPOT ms") else "left")
         for previous, row in zip([None, *self.rows], self.rows, strict=False):
             new = previous is None or (previous.benchmark, previous.level) != (row.benchmark, row.level)
             if new and previous is not None:
                 table.add_section()
-            cells = row.cells()[: len(self._header())]
+            cells = row.cells()
             shown = cells if new else ["", "", *cells[2:]]
             # Text, not str: a name with brackets is not markup.
             table.add_row(*(Text(cell) for cell in shown), style="bold" if row.rank == 1 else "")
@@ -99,15 +96,12 @@ class Summary:
 
     def markdown(self) -> str:
         """The same as a Markdown table with the notes as a list."""
-        header = self._header()
+        header = self.HEADER
         lines = [f"| {' | '.join(header)} |", f"|{'|'.join('---' for _ in header)}|"]
         for row in self.rows:
-            cells = [cell.replace("|", "\\|") for cell in row.cells()[: len(header)]]
+            cells = [cell.replace("|", "\\|") for cell in row.cells()]
             lines.append("| " + " | ".join(f"**{cell}**" if row.rank == 1 and cell else cell for cell in cells) + " |")
         return "\n".join([*lines, "", *(f"- {line}" for line in [CAPTION, *self.counts, *self.notes]), ""])
-
-    def _header(self) -> tuple[str, ...]:
-        return self.HEADER if any(row.flags for row in self.rows) else self.HEADER[:-1]
 
     def _title(self) -> str:
         return "; ".join(dict.fromkeys(f"{row.pair} in {row.engine}" for row in self.rows))
@@ -127,7 +121,8 @@ def summarise_runs(runs: Runs) -> Summary:
         strata = means.strata(**dict(zip(groups, keys, strict=True)))
         of_group = runs.used[(runs.used[groups].astype("str") == list(keys)).all(axis=1)]
         rows.extend(_rank(means, strata, keys, of_group))
-    return Summary(rows, _counts(runs), [*_drift(runs), *_agreement(runs)], _failures(runs))
+    flags = [f"! {row.benchmark} {row.level}: {flag}" for row in rows for flag in row.flags]
+    return Summary(rows, _counts(runs), [*_drift(runs), *_agreement(runs), *flags], _failures(runs))
 
 
 def _levels(used: pd.DataFrame, groups: list[str]) -> list[tuple[str, ...]]:
@@ -159,25 +154,17 @@ def _rank(means: Resampler, strata: list[tuple[str, ...]], keys: tuple[str, ...]
                 tpot_ms=means.mean(arm, "tpot_ms", strata).estimate(),
                 speedup=speedups[arm].estimate(),
                 tied=against_best.has_interval and against_best.low <= 1 <= against_best.high,
-                flags=_flags(of_group[of_group["arm"] == arm], of_group[of_group["arm"] == AR]),
+                flags=_flags(arm, of_group[of_group["arm"] == arm]),
             )
         )
     return rows
 
 
-def _flags(rows: pd.DataFrame, base: pd.DataFrame) -> tuple[str, ...]:
-    """Signs that an arm's outputs are not the work that the baseline did."""
-    flags = []
-    loops = int((rows["repetition"] > LOOP).sum())
-    if loops:
-        flags.append(f"{loops} repetition loop{'s' if loops > 1 else ''}")
-    longer = rows["n_out"].mean() / base["n_out"].mean() - 1 if len(base) else 0.0
-    if abs(longer) > LENGTH_SHIFT:
-        flags.append(f"outputs {abs(longer):.0%} {'longer' if longer > 0 else 'shorter'} than AR's")
-    cut = (rows["finish"] == "length").mean() - (base["finish"] == "length").mean() if len(base) else 0.0
-    if abs(cut) > LENGTH_SHIFT:
-        flags.append(f"{abs(cut):.0%} {'more' if cut > 0 else 'fewer'} hit the limit")
-    return tuple(flags)
+def _flags(arm: str, rows: pd.DataFrame) -> tuple[str, ...]:
+    """Signs that an arm's outputs are not the work that the baseline did (harness.guards)."""
+    mine = zip(rows["n_out"], rows["finish"], rows["repetition"], strict=True)
+    base = zip(rows["n_out_ar"], rows["finish_ar"], rows["repetition_ar"], strict=True)
+    return tuple(work_flags(arm, [(Work(*a), Work(*b)) for a, b in zip(mine, base, strict=True)]))
 
 
 def _counts(runs: Runs) -> list[str]:
@@ -207,13 +194,20 @@ def _drift(runs: Runs) -> list[str]:
 
 
 def _agreement(runs: Runs) -> list[str]:
-    """Outputs identical to the autoregressive ones, per arm."""
+    """Outputs identical to the autoregressive ones, and what the target says of the others (agreement.jsonl)."""
     arms = [arm for arm in runs.arms() if arm != AR]
     if not arms:
         return []
     same = {arm: runs.used.loc[runs.used["arm"] == arm, "same"] for arm in arms}
     counts = ", ".join(f"{arm} {int(rows.sum())}/{len(rows)}" for arm, rows in same.items())
-    return [f"Outputs identical to AR: {counts}."]
+    lines = [f"Outputs identical to AR: {counts}."]
+    judged = [line for line in runs.agreement if not line["equal"]]
+    failed = [line for line in judged if not line["passed"]]
+    if judged:
+        worst = max((line["max_gap"] or 0.0 for line in judged), default=0.0)
+        verdict = f"{len(failed)} NOT CONFIRMED by the target" if failed else "all near ties of the target"
+        lines.append(f"Outputs that differ: {len(judged)} judged, {verdict} (largest logit gap {worst:.3g}).")
+    return lines
 
 
 def plot_run(run_dir: Path | str | Iterable[Path | str], out: Path | str) -> Path:

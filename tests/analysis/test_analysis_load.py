@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from analysis_fixtures import record, write_run
 
-from analysis.load import LoadError, length_bucket, load, repetition
+from analysis.load import LoadError, length_bucket, load
 
 
 def test_pairs_on_the_same_device_only(tmp_path: Path) -> None:
@@ -113,7 +113,6 @@ def test_nothing_to_read_is_one_line(tmp_path: Path) -> None:
         load(tmp_path / "gone")
 
 
-def test_buckets_and_repetition() -> None:
+def test_buckets() -> None:
     names = [length_bucket(n) for n in (10, 1024, 9800, 16384, 131071, 131072, 250000)]
     assert names == ["<1K", "1–2K", "8–16K", "16–32K", "64–128K", "≥128K", "≥128K"]
-    assert repetition([1, 2] * 50) > 0.9 and repetition(list(range(100))) == 0 and repetition([1]) == 0

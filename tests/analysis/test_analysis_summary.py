@@ -60,7 +60,7 @@ def test_cheats_are_flagged(tmp_path: Path) -> None:
             line["proposals"] = [9] * 10
             line["output_ids"] = [1, 2] * 50 + [3]
     flags = next(row.flags for row in summarise(write_run(tmp_path, records)).rows if row.arm == "fold")
-    assert any("repetition" in flag for flag in flags) and any("longer" in flag for flag in flags)
+    assert any("loop" in flag for flag in flags) and any("long" in flag for flag in flags)
 
 
 def test_drift_and_failures(tmp_path: Path) -> None:
