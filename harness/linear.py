@@ -1,8 +1,8 @@
 """Weight matrices laid out once for many small products.
 
-Decoding multiplies the same weights with 1 to B rows thousands of times. On a CPU, oneDNN keeps bf16 and fp32 weights in a
-blocked layout that ``torch.nn.functional.linear`` would redo on every call; laid out once, a product of 1 to 8 rows takes
-about half the time (measured in ``benchmarks/engine_cpu.py``). Elsewhere this is an ordinary linear.
+Decoding multiplies the same weights with 1 to B rows thousands of times. On a CPU, oneDNN keeps bf16 and fp32 weights
+in a blocked layout that ``torch.nn.functional.linear`` would redo on every call; laid out once, a product of 1 to 8
+rows takes about half the time (measured in ``benchmarks/engine_cpu.py``). Elsewhere this is an ordinary linear.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ ROWS_HINT = 8  # the layout is chosen for a verification's rows; one row is as f
 def pack(weight: Tensor, bias: Tensor | None = None) -> Linear:
     """Return ``x [rows, in] -> x @ weight.T + bias [rows, out]``, in the weight's dtype.
 
-    ``weight`` is [out, in]. The returned callable owns a packed copy where the CPU has one (bf16 with native or emulated
-    oneDNN support, fp32), so the caller may drop the original; otherwise it keeps ``weight`` itself.
+    ``weight`` is [out, in]. The returned callable owns a packed copy where the CPU has one (bf16 with native or
+    emulated oneDNN support, fp32), so the caller may drop the original; otherwise it keeps ``weight`` itself.
     """
     if _packable(weight):
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ROWS_HINT)

@@ -1,9 +1,10 @@
 """Causal grouped-query attention of a few new rows over a preallocated cache.
 
-The shapes of speculative decoding are lopsided: 1 to B new rows (or a prefill chunk) against thousands of keys, with G query
-heads per KV head. Folding the G heads and the rows into one matrix reads every key once per product. On a CPU plain matrix
-products over slices beat PyTorch's fused kernel about twofold at these shapes (``benchmarks/engine_cpu.py``); logits are held
-in the cache's dtype and the softmax is taken in float32, as in ``transformers``' eager attention.
+The shapes of speculative decoding are lopsided: 1 to B new rows (or a prefill chunk) against thousands of keys, with
+G query heads per KV head. Folding the G heads and the rows into one matrix reads every key once per product. On a CPU
+plain matrix products over slices beat PyTorch's fused kernel about twofold at these shapes
+(``benchmarks/engine_cpu.py``); logits are held in the cache's dtype and the softmax is taken in float32, as in
+``transformers``' eager attention.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ BLOCK_ROWS = 128  # prefill rows per product: logits of one block stay in the se
 def attend(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
     """Bottom-right causal attention.
 
-    q: [Hq, R, d] rotated queries of the R newest positions, Hq = G * Hkv. keys: [Hkv, N, d] and values: [Hkv, N, dv], the R
-    newest included; row r sees keys 0..N-R+r. Returns [Hq, R, dv] in q's dtype.
+    q: [Hq, R, d] rotated queries of the R newest positions, Hq = G * Hkv. keys: [Hkv, N, d] and values: [Hkv, N, dv],
+    the R newest included; row r sees keys 0..N-R+r. Returns [Hq, R, dv] in q's dtype.
     """
     if q.device.type != "cpu":
         return _fused(q, keys, values, scale)
@@ -30,7 +31,9 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
 
 
 def row_weights(q: Tensor, keys: Tensor, scale: float) -> Tensor:
-    """Attention weights of one position averaged over heads: q [Hq, d], keys [Hkv, N, d] -> [N] float32 (CMR's score)."""
+    """Attention weights of one position averaged over heads: q [Hq, d], keys [Hkv, N, d] -> [N] float32 (CMR's
+    score).
+    """
     grouped = q.unflatten(0, (keys.shape[0], -1))
     logits = (grouped @ keys.transpose(1, 2)).float() * scale
     return torch.softmax(logits, -1).mean((0, 1))

@@ -1,8 +1,8 @@
 """Llama and Qwen3 targets, lean: the same arithmetic as ``transformers``, without a module call per operation.
 
-At batch size one a decoding step of a small model is mostly overhead and memory traffic. Here a layer is eight products on
-weights laid out once (``harness.linear``), the keys and values live in one preallocated block, and nothing is copied per step.
-``tests/engines/test_targets.py`` holds it against ``transformers``' forward.
+At batch size one a decoding step of a small model is mostly overhead and memory traffic. Here a layer is eight
+products on weights laid out once (``harness.linear``), the keys and values live in one preallocated block, and
+nothing is copied per step. ``tests/engines/test_targets.py`` holds it against ``transformers``' forward.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ class DenseTarget:
 
     def __init__(self, folder: Path, config: Any, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self.device = dtype, device
+        self.layers = config.num_hidden_layers
         self.max_positions, self.vocab = config.max_position_embeddings, config.vocab_size
         self._hidden, self._eps = config.hidden_size, config.rms_norm_eps
         self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -64,9 +65,7 @@ class DenseTarget:
         tied = config.tie_word_embeddings
         self.head = self._pack(self.embedding if tied else tensors.take("lm_head.weight", (self.vocab, self._hidden)))
         self._norm = tensors.take("model.norm.weight", (self._hidden,))
-        self._layers = [
-            self._load_layer(tensors, f"model.layers.{i}.", config) for i in range(config.num_hidden_layers)
-        ]
+        self._layers = [self._load_layer(tensors, f"model.layers.{i}.", config) for i in range(self.layers)]
         self._keys = self._values = torch.empty(0)
         self._cos = self._sin = torch.empty(0)
         self._capacity = self.length = self._marked = 0
@@ -123,7 +122,9 @@ class DenseTarget:
         cos, sin = self._cos[start:stop, None], self._sin[start:stop, None]
         tapped: list[Tensor] = []
         for index, layer in enumerate(self._layers):
-            q = self._store(index, layer, F.rms_norm(x, (self._hidden,), layer.input_norm, self._eps), cos, sin, start, stop)
+            q = self._store(
+                index, layer, F.rms_norm(x, (self._hidden,), layer.input_norm, self._eps), cos, sin, start, stop
+            )
             mixed = attend(q, self._keys[index, :, :stop], self._values[index, :, :stop], self._scale)
             x = x + layer.out(mixed.transpose(0, 1).reshape(rows, -1))
             gate, up = layer.gate_up(F.rms_norm(x, (self._hidden,), layer.post_norm, self._eps)).chunk(2, -1)
@@ -135,10 +136,8 @@ class DenseTarget:
         final = F.rms_norm(x[-1:] if last_only else x, (self._hidden,), self._norm, self._eps)
         return Step(self.head(final), torch.cat(tapped, -1) if taps else None)
 
-    def _store(
-        self, index: int, layer: _Layer, x: Tensor, cos: Tensor, sin: Tensor, start: int, stop: int
-    ) -> Tensor:
-        """Project, normalise and rotate; write keys and values at start..stop; return the queries [heads, rows, dim]."""
+    def _store(self, index: int, layer: _Layer, x: Tensor, cos: Tensor, sin: Tensor, start: int, stop: int) -> Tensor:
+        """Project, normalise and rotate; write keys and values at start..stop; return the queries [Hq, R, d]."""
         split = self._heads + self._kv_heads
         qkv = layer.qkv(x).view(stop - start, split + self._kv_heads, self._dim)
         qk, value = qkv[:, :split], qkv[:, split:]
@@ -189,6 +188,6 @@ class _Tensors:
             tensor = file.get_tensor(name)
         if tuple(tensor.shape) != shape:
             raise EngineError(
-                f"target {self._folder}: {name} is {tuple(tensor.shape)}, its config.json asks for {shape}; one of them is wrong"
+                f"target {self._folder}: {name} is {tuple(tensor.shape)}, but its config.json asks for {shape}"
             )
         return tensor.to(device=self._device, dtype=self._dtype)

@@ -17,8 +17,8 @@ from harness.engines.base import EngineError
 class Step:
     """What one forward pass gives back.
 
-    logits: [R, vocab] for the R rows fed, or [1, vocab] for the last one. features: [R, F * hidden], the outputs of the F
-    tapped decoder layers side by side (``hidden_states[id + 1]`` in ``transformers``' counting), or None.
+    logits: [R, vocab] for the R rows fed, or [1, vocab] for the last one. features: [R, F * hidden], the outputs of
+    the F tapped decoder layers side by side (``hidden_states[id + 1]`` in ``transformers``' counting), or None.
     """
 
     logits: Tensor
@@ -29,6 +29,7 @@ class Target(Protocol):
     """One sequence in a preallocated cache. Positions run from 0; ``length`` counts the entries held."""
 
     length: int
+    layers: int
     max_positions: int
     vocab: int
     dtype: torch.dtype
@@ -59,7 +60,7 @@ class Target(Protocol):
 
 
 def open_target(folder: Path, dtype: torch.dtype, device: torch.device) -> Target:
-    """Load the target in ``folder``: the lean path for Llama and Qwen3, ``transformers``' own modules for the others."""
+    """Load the target in ``folder``: lean for Llama and Qwen3, ``transformers``' own modules otherwise."""
     from transformers import AutoConfig
 
     from harness.engines.reference.dense import DenseTarget
@@ -69,7 +70,9 @@ def open_target(folder: Path, dtype: torch.dtype, device: torch.device) -> Targe
         config = AutoConfig.from_pretrained(folder)
     except (OSError, ValueError) as error:
         first = str(error).splitlines()[0]
-        raise EngineError(f"target {folder}: no usable config.json ({first}); give a folder saved by transformers") from None
+        raise EngineError(
+            f"target {folder}: no usable config.json ({first}); give a folder saved by transformers"
+        ) from None
     if DenseTarget.supports(config):
         return DenseTarget(folder, config, dtype, device)
     return TransformersTarget(folder, dtype, device)

@@ -1,0 +1,216 @@
+"""The reference engine: greedy block verification in torch, one request at a time, on a CPU or one GPU.
+
+One prefill per request is shared by the autoregressive arm and every method: the target's cache is rewound to the end
+of the prompt and the drafter's context cache cropped to it, so arms can alternate request by request on identical
+states.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from harness.drafters import Drafter
+from harness.engines.base import EngineError, EngineInfo, Finish, Generation
+from harness.engines.reference.target import Target
+from harness.requests import Request
+from methods.reader import ContextCache, Reader, open_reader
+from methods.reading import Method, RequestGeometry
+
+
+@dataclass
+class _Prompt:
+    """The request whose prompt is in the caches. context: the drafter's entries, none without a drafter."""
+
+    request: Request
+    first_logits: Tensor
+    prefill_s: float
+    context: ContextCache | None
+
+
+class ReferenceEngine:
+    """An :class:`~harness.engines.base.Engine`. ``drafter`` may be None if only the autoregressive arm will run.
+
+    prefill_chunk: prompt tokens per forward pass of the target.
+    """
+
+    interleaved = True
+
+    def __init__(self, target: Target, drafter: Drafter | None, *, prefill_chunk: int, info: EngineInfo) -> None:
+        self._target, self._drafter = target, drafter
+        self._prefill_chunk, self._info = prefill_chunk, info
+        self._taps: tuple[int, ...] = ()
+        if drafter is not None:
+            drafter.bind(target.embedding, target.head)
+            self._taps = tuple(drafter.config.target_layer_ids)
+        self._prompt: _Prompt | None = None
+
+    def describe(self, method: Method | None) -> EngineInfo:
+        """The resolved configuration of one arm; the drafter's part is empty for the autoregressive one."""
+        drafter = {} if method is None else self._info.drafter
+        return EngineInfo(**{**vars(self._info), "drafter": drafter})
+
+    def decode(self, request: Request, method: Method | None) -> Generation:
+        """Decode greedily after prefilling the prompt, unless the last call did so for the same request."""
+        prompt = self._prefill(request)
+        if method is None:
+            return self._autoregressive(prompt)
+        if self._drafter is None or prompt.context is None:
+            raise EngineError(f"method {method.name} needs a drafter, and none is loaded")
+        return self._speculative(prompt, method, self._drafter, prompt.context)
+
+    @torch.inference_mode()
+    def logit_gaps(self, request: Request, output_ids: list[int]) -> list[float]:
+        """Teacher-force ``output_ids`` after the prompt; per token, the target's top logit minus that token's."""
+        prompt = self._prefill(request)
+        self._target.rewind()
+        logits = [prompt.first_logits]
+        if len(output_ids) > 1:
+            logits.append(self._target.forward(output_ids[:-1]).logits)
+        rows = torch.cat(logits).float()
+        chosen = rows.gather(1, torch.tensor(output_ids, device=rows.device)[:, None])[:, 0]
+        return (rows.max(-1).values - chosen).tolist()
+
+    def close(self) -> None:
+        """Nothing outlives the object."""
+        self._prompt = None
+
+    @torch.inference_mode()
+    def _prefill(self, request: Request) -> _Prompt:
+        if self._prompt is not None and self._prompt.request == request:
+            return self._prompt
+        self._prompt = None
+        target, drafter = self._target, self._drafter
+        ids, limit = request.prompt_ids, request.max_new_tokens
+        block = 0 if drafter is None else drafter.config.proposals + 1
+        needed = len(ids) + limit + block
+        if needed > target.max_positions:
+            raise EngineError(
+                f"request {request.id}: {len(ids)} prompt tokens, {limit} to generate and {block} of a block "
+                f"exceed the target's {target.max_positions} positions; prepare shorter requests"
+            )
+        started = time.perf_counter()
+        target.reserve(needed)
+        context = None
+        if drafter is not None:
+            context = ContextCache(drafter.config.geometry(), needed, drafter.dtype, drafter.device)
+        logits = torch.empty(0)
+        for start in range(0, len(ids), self._prefill_chunk):
+            step = target.forward(ids[start : start + self._prefill_chunk], taps=self._taps, last_only=True)
+            logits = step.logits
+            if drafter is not None and context is not None and step.features is not None:
+                context.append(*drafter.context_kv(step.features))
+        target.mark()
+        self._prompt = _Prompt(request, logits, time.perf_counter() - started, context)
+        return self._prompt
+
+    @torch.inference_mode()
+    def _autoregressive(self, prompt: _Prompt) -> Generation:
+        request, target = prompt.request, self._target
+        target.rewind()
+        output = _best(prompt.first_logits)
+        first_s = last_s = time.perf_counter()
+        while (finish := _finished(output, request)) is None:
+            output += _best(target.forward(output[-1:]).logits)
+            last_s = time.perf_counter()
+        return Generation(
+            output_ids=output,
+            finish=finish,
+            n_first=1,
+            commits=[1] * (len(output) - 1),
+            overrun=0,
+            proposals=[],
+            skipped_rounds=0,
+            prefill_s=prompt.prefill_s,
+            first_token_s=first_s,
+            last_token_s=last_s,
+        )
+
+    @torch.inference_mode()
+    def _speculative(self, prompt: _Prompt, method: Method, drafter: Drafter, context: ContextCache) -> Generation:
+        request, target = prompt.request, self._target
+        target.rewind()
+        context.crop(len(request.prompt_ids))
+        geometry = RequestGeometry(len(request.prompt_ids), request.max_new_tokens, drafter.config.block)
+        reader = open_reader(method, context.geometry, geometry, context)
+        reader.prepare()
+        output = _best(prompt.first_logits)
+        commits: list[int] = []
+        proposals: list[int] = []
+        overrun, draft_s, verify_s = 0, 0.0, 0.0
+        first_s = last_s = time.perf_counter()
+        while (finish := _finished(output, request)) is None:
+            began = time.perf_counter()
+            drafts = drafter.draft(output[-1], reader).tokens
+            reader.round_done()
+            drafted = time.perf_counter()
+            committed = self._verify(output[-1], drafts, reader, drafter, context)
+            delivered = _clip(committed, request, room=request.max_new_tokens - len(output))
+            output += delivered
+            commits.append(len(delivered))
+            proposals.append(len(drafts))
+            overrun = len(committed) - len(delivered)
+            last_s = time.perf_counter()
+            draft_s, verify_s = draft_s + drafted - began, verify_s + last_s - drafted
+        activity = {"method": method.name, **reader.activity(), "extra_bytes": reader.extra_bytes()}
+        return Generation(
+            output_ids=output,
+            finish=finish,
+            n_first=1,
+            commits=commits,
+            overrun=overrun,
+            proposals=proposals,
+            skipped_rounds=0,
+            prefill_s=prompt.prefill_s,
+            first_token_s=first_s,
+            last_token_s=last_s,
+            activity=activity,
+            round_s={"draft": draft_s, "verify": verify_s},
+        )
+
+    def _verify(
+        self, anchor: int, drafts: list[int], reader: Reader, drafter: Drafter, context: ContextCache
+    ) -> list[int]:
+        """Verify a block: the accepted drafts and the target's own next token (paper, section 3.1).
+
+        Leaves both caches with what is committed except the returned last token, the next anchor.
+        """
+        target, start = self._target, self._target.length
+        wants_attention = reader.wants_target_attention()
+        step = target.forward([anchor, *drafts], taps=self._taps)
+        answers = _best(step.logits)
+        accepted = 0
+        while accepted < len(drafts) and drafts[accepted] == answers[accepted]:
+            accepted += 1
+        weights = target.attention_of(accepted) if wants_attention else None
+        end = start + accepted + 1
+        target.truncate(end)
+        assert step.features is not None
+        context.append(*drafter.context_kv(step.features[: accepted + 1]))
+        reader.committed(start, end)
+        if weights is not None:
+            reader.target_attention(weights)
+        return [*drafts[:accepted], answers[accepted]]
+
+
+def _best(logits: Tensor) -> list[int]:
+    """Greedy tokens of [R, vocab] logits; ``max`` because bf16 ``argmax`` takes six times as long on a CPU."""
+    return logits.max(-1).indices.tolist()
+
+
+def _finished(output: Sequence[int], request: Request) -> Finish | None:
+    if output[-1] in request.stop_ids:
+        return "stop"
+    return "length" if len(output) >= request.max_new_tokens else None
+
+
+def _clip(committed: list[int], request: Request, room: int) -> list[int]:
+    """The part of a round that is delivered: up to the first stop token, and no more than the limit leaves room for."""
+    for index, token in enumerate(committed[:room]):
+        if token in request.stop_ids:
+            return committed[: index + 1]
+    return committed[:room]

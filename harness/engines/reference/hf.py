@@ -1,0 +1,268 @@
+"""Every other target, through ``transformers``' own modules: Gemma-4, Qwen3.5 (hybrid), and whatever comes next.
+
+Three things are added around the model's forward: attention layers write into preallocated keys and values and hand
+back views (no concatenation per step; sliding layers keep all entries, so that rejected rows can be taken back), the
+tapped layers' outputs are caught by hooks, and the recurrent state of linear-attention layers is saved before a pass
+and restored
+when rows of it are dropped: the kept rows are then fed again, since a recurrence cannot be cut.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.engines.base import EngineError
+from harness.engines.reference.attention import row_weights
+from harness.engines.reference.target import Step
+
+_ATTENTION = "fold_bench_watched"
+
+
+class TransformersTarget:
+    """A :class:`~harness.engines.reference.target.Target` around ``AutoModelForCausalLM``."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+        from transformers import AutoModelForCausalLM
+        from transformers.cache_utils import DynamicCache
+
+        _register_attention()
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=dtype, use_safetensors=True, trust_remote_code=False, attn_implementation=_ATTENTION
+            )
+        except (OSError, ValueError, RuntimeError) as error:
+            first = str(error).strip().splitlines()[0]
+            raise EngineError(f"target {folder} does not load: {first}") from None
+        self._model = model.to(device).eval().requires_grad_(False)
+        text = model.config.get_text_config()
+        self.dtype, self.device = dtype, device
+        self.layers, self.vocab, self.max_positions = (
+            text.num_hidden_layers,
+            text.vocab_size,
+            text.max_position_embeddings,
+        )
+        self.embedding = model.get_input_embeddings().weight
+        self.head: Callable[[Tensor], Tensor] = model.get_output_embeddings()
+        self._decoder_layers = _decoder_layers(model, self.layers)
+        self._new_cache: Callable[[], Any] = lambda: DynamicCache(config=model.config)
+        accepted = inspect.signature(type(model).forward).parameters
+        self._cache_name = "cache" if "cache" in accepted else "past_key_values"
+        self._watched = _last_full_layer(text)
+        self._cache: Any = None
+        self._capacity = 0
+        self.length = self._marked = 0
+        self._fed: list[int] = []
+        self._before: list[Any] | None = None  # recurrent states before the latest pass
+        self._prompt_state: list[Any] | None = None
+        self._query = torch.empty(0)
+
+    def reserve(self, capacity: int) -> None:
+        self._cache = self._new_cache()
+        self._cache.layers = [
+            layer if _recurrent(layer) else _preallocated(layer, capacity) for layer in self._cache.layers
+        ]
+        self._capacity = capacity
+        self.length = self._marked = 0
+        self._fed, self._before, self._prompt_state = [], None, None
+
+    @torch.inference_mode()
+    def forward(self, ids: Sequence[int], *, taps: Sequence[int] = (), last_only: bool = False) -> Step:
+        if self.length + len(ids) > self._capacity:
+            raise EngineError(f"{self.length + len(ids)} positions do not fit the reserved {self._capacity}")
+        self._before = self._recurrent_states()
+        self._fed = list(ids)
+        tapped: dict[int, Tensor] = {}
+        hooks = [self._decoder_layers[i].register_forward_hook(_catch(tapped, i)) for i in sorted(taps)]
+        _WATCH.update(layer=self._watched, query=None)
+        try:
+            out = self._model(
+                input_ids=torch.tensor([list(ids)], device=self.device),
+                position_ids=torch.arange(self.length, self.length + len(ids), device=self.device)[None],
+                use_cache=True,
+                logits_to_keep=1 if last_only else 0,
+                **{self._cache_name: self._cache},
+            )
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if _WATCH["query"] is not None:
+            self._query, self._scale = _WATCH["query"]
+        self.length += len(ids)
+        features = torch.cat([tapped[i] for i in sorted(taps)], -1) if taps else None
+        return Step(out.logits[0], features)
+
+    def truncate(self, length: int) -> None:
+        start = self.length - len(self._fed)
+        if length == self.length:
+            return
+        if not start <= length < self.length:
+            raise EngineError(f"cannot go back to {length}: the latest pass covered {start}..{self.length}")
+        kept = self._fed[: length - start]
+        self._set_length(start if self._before else length)
+        if self._before:
+            self._restore(self._before)
+            if kept:
+                query = self._query
+                self.forward(kept)
+                self._query = query[:, : len(kept)]
+
+    def mark(self) -> None:
+        self._marked, self._prompt_state = self.length, self._recurrent_states()
+
+    def rewind(self) -> None:
+        self._set_length(self._marked)
+        if self._prompt_state:
+            self._restore(self._prompt_state)
+        self._fed = []
+
+    def attention_of(self, row: int) -> Tensor:
+        if self._watched is None:
+            raise EngineError("this target has no full-attention layer, so CMR has nothing to score with")
+        position = self.length - self._query.shape[1] + row
+        keys = self._cache.layers[self._watched].storage(0)[0, :, : position + 1]
+        return row_weights(self._query[:, row], keys, self._scale)
+
+    def nbytes(self) -> dict[str, int]:
+        weights = sum(p.nbytes for p in self._model.parameters())
+        cache = 0 if self._cache is None else sum(_layer_bytes(layer) for layer in self._cache.layers)
+        return {"weights": weights, "cache": cache}
+
+    def _set_length(self, length: int) -> None:
+        for layer in self._cache.layers:
+            if not _recurrent(layer):
+                layer.keep(length)
+        self.length = length
+
+    def _recurrent_states(self) -> list[Any] | None:
+        """Copies of the linear-attention layers' states; None if the model has no such layer."""
+        layers = [layer for layer in self._cache.layers if _recurrent(layer)]
+        if not layers:
+            return None
+        return [
+            {
+                name: {
+                    i: value.clone() if isinstance(value, Tensor) else value
+                    for i, value in getattr(layer, name).items()
+                }
+                for name in _STATE
+            }
+            for layer in layers
+        ]
+
+    def _restore(self, states: list[Any]) -> None:
+        layers = [layer for layer in self._cache.layers if _recurrent(layer)]
+        for layer, state in zip(layers, states, strict=True):
+            for name in _STATE:
+                restored = {i: v.clone() if isinstance(v, Tensor) else v for i, v in state[name].items()}
+                getattr(layer, name).update(restored)
+
+
+# what a linear-attention cache layer of transformers >= 5.20 carries from one pass to the next
+_STATE = (
+    "conv_states",
+    "recurrent_states",
+    "is_conv_states_initialized",
+    "is_recurrent_states_initialized",
+    "has_previous_state",
+)
+
+
+def _recurrent(layer: Any) -> bool:
+    from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+    return isinstance(layer, LinearAttentionCacheLayerMixin)
+
+
+def _preallocated(layer: Any, capacity: int) -> Any:
+    """A cache layer that writes into a block of ``capacity`` positions and returns views of it."""
+    from transformers.cache_utils import DynamicLayer
+
+    class Preallocated(DynamicLayer):
+        def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+            self.device, self.dtype = key_states.device, key_states.dtype
+            self._blocks = [
+                state.new_empty(*state.shape[:2], capacity, state.shape[3]) for state in (key_states, value_states)
+            ]
+            self._held = 0
+            self.is_initialized = True
+
+        def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            if not self.is_initialized:
+                self.lazy_initialization(key_states, value_states)
+            stop = self._held + key_states.shape[2]
+            for block, states in zip(self._blocks, (key_states, value_states), strict=True):
+                block[:, :, self._held : stop] = states
+            self.keep(stop)
+            return self.keys, self.values
+
+        def keep(self, length: int) -> None:
+            """Hold the first ``length`` positions."""
+            if self.is_initialized:
+                self._held = length
+                self.keys, self.values = (block[:, :, :length] for block in self._blocks)
+
+        def storage(self, which: int) -> Tensor:
+            return self._blocks[which]
+
+    return Preallocated()
+
+
+def _layer_bytes(layer: Any) -> int:
+    if _recurrent(layer):
+        states = [*layer.conv_states.values(), *layer.recurrent_states.values()]
+        return sum(state.nbytes for state in states if isinstance(state, Tensor))
+    return sum(layer.storage(i).nbytes for i in (0, 1)) if layer.is_initialized else 0
+
+
+# transformers calls attention through a registry of functions; this one remembers the queries of one layer (CMR's
+# score)
+_WATCH: dict[str, Any] = {"layer": None, "query": None}
+
+
+def _watched_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+) -> Any:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if getattr(module, "layer_idx", None) == _WATCH["layer"]:
+        scale = kwargs.get("scaling")
+        _WATCH["query"] = (query[0], query.shape[-1] ** -0.5 if scale is None else scale)
+    return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
+
+
+def _register_attention() -> None:
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+    AttentionInterface.register(_ATTENTION, _watched_attention)
+    AttentionMaskInterface.register(_ATTENTION, sdpa_mask)
+
+
+def _catch(into: dict[int, Tensor], index: int) -> Callable[..., None]:
+    def hook(module: Any, inputs: Any, output: Any) -> None:
+        into[index] = (output[0] if isinstance(output, tuple) else output)[0]
+
+    return hook
+
+
+def _decoder_layers(model: Any, count: int) -> Any:
+    """The text decoder's layer list, wherever the architecture keeps it."""
+    lists = [m for name, m in model.named_modules() if name.endswith("layers") and hasattr(m, "__len__")]
+    found = [m for m in lists if len(m) == count]
+    if len(found) != 1:
+        raise EngineError(
+            f"{type(model).__name__}: {len(found)} lists of {count} decoder layers; this target is not known"
+        )
+    return found[0]
+
+
+def _last_full_layer(config: Any) -> int | None:
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    full = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
+    return full[-1] if full else None
