@@ -1,0 +1,210 @@
+"""Build a benchmark's request file for one target: load, select, tokenise, apply the context rule, write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from data_prep.config import BenchmarkConfig
+from data_prep.demo.benchmarks import PYTHON, demo_prompts
+from data_prep.prompt import Prompt
+from data_prep.select import Counts, PrepError, read_exclude_list
+from data_prep.tokens import TargetSpec, encode_chat, encode_pieces, raw_prefix, tokenizer_sha256
+from harness.requests import (
+    Request,
+    RequestFileError,
+    load_manifest,
+    request_path,
+    required_context,
+    verify_file,
+    write_requests,
+)
+
+# Raised when the same configuration would give other requests; files of an older number are built again.
+BUILDER_VERSION = 1
+# Prompts encoded together: enough for the tokenizer's threads; at 256K tokens each it is still little memory.
+_BATCH = 8
+
+
+@dataclass
+class Preparation:
+    """What a loader gets: the configuration, the target, and where to report facts for the manifest.
+
+    facts: loader's own entries of the manifest (files with hashes, prompt sources, choices).
+    """
+
+    config: BenchmarkConfig
+    tokenizer: Any
+    target: TargetSpec
+    counts: Counts
+    facts: dict[str, Any]
+    source: Path | None
+
+
+def _demo(job: Preparation) -> Iterator[Prompt]:
+    config = job.config
+    job.facts["python"] = PYTHON
+    if config.n is None:
+        raise PrepError(f"{config.name}: benchmark.n must say how many examples per level to build")
+    yield from demo_prompts(config.name, config.levels, config.n, job.tokenizer, job.target)
+
+
+LOADERS: dict[str, Callable[[Preparation], Iterator[Prompt]]] = {"demo": _demo}
+
+
+def prepare(
+    benchmark: BenchmarkConfig,
+    tokenizer: Any,
+    target: TargetSpec,
+    data_dir: Path | str,
+    source: Path | None = None,
+    on_request: Callable[[Request], None] | None = None,
+) -> Path:
+    """Return the benchmark's request file for `target`, building it unless a valid one of the same recipe exists.
+
+    tokenizer: a fast `transformers` tokenizer. source: folder with the data set's files instead of the Hub.
+    on_request: called after each request, for progress. Safe to call from several processes at once.
+    Raises PrepError with one line for anything the user can mend; nothing half-written is left behind.
+    """
+    if benchmark.members:
+        raise PrepError(f"benchmark {benchmark.name} is a group; prepare its members: {', '.join(benchmark.members)}")
+    if benchmark.loader not in LOADERS:
+        raise PrepError(f"benchmark {benchmark.name}: no loader {benchmark.loader!r}; there are {', '.join(LOADERS)}")
+    path = request_path(data_dir, benchmark.name, target.name)
+    recipe = _recipe(benchmark, tokenizer, target)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(path.with_name(f".{path.name}.lock"))
+        with lock:
+            if not _is_current(path, recipe):
+                _build(path, benchmark, tokenizer, target, recipe, source, on_request)
+    except OSError as error:
+        raise PrepError(
+            f"{error.filename or path}: {error.strerror or error}; choose another data_dir or make room"
+        ) from error
+    return path
+
+
+def prepare_demo(
+    benchmark: str,
+    tokenizer: Any,
+    target_name: str,
+    data_dir: Path | str,
+    n: int = 4,
+    max_new_tokens: int = 64,
+    max_context: int = 8192,
+    stop_ids: tuple[int, ...] | None = None,
+) -> Path:
+    """Request file of one demo benchmark (demo_code, demo_docs, demo_kv, demo_copy) at 1K, 2K, 4K and 7K tokens.
+
+    n: examples per level. stop_ids: the tokenizer's EOS unless given. See `prepare` for the errors.
+    """
+    config = BenchmarkConfig(
+        name=benchmark,
+        loader="demo",
+        tasks=[benchmark],
+        max_new_tokens=max_new_tokens,
+        chat=benchmark in ("demo_docs", "demo_kv"),
+        n=n,
+        levels=["1K", "2K", "4K", "7K"],
+    )
+    stops = stop_ids if stop_ids is not None else (tokenizer.eos_token_id,)
+    return prepare(config, tokenizer, TargetSpec(target_name, max_context, stops), data_dir)
+
+
+def _recipe(benchmark: BenchmarkConfig, tokenizer: Any, target: TargetSpec) -> dict[str, Any]:
+    """Everything that decides what the requests are, as JSON values; another recipe means building again."""
+    recipe: dict[str, Any] = {
+        "builder": BUILDER_VERSION,
+        "benchmark": asdict(benchmark),
+        "excluded_ids": sorted(read_exclude_list(benchmark.exclude)),
+        "target": {
+            "name": target.name,
+            "max_context": target.max_context,
+            "stop_ids": list(target.stop_ids),
+            "chat_template_kwargs": dict(target.chat_template_kwargs),
+            "tokenizer_revision": target.revision,
+            "tokenizer_sha256": tokenizer_sha256(tokenizer),
+        },
+    }
+    if benchmark.loader == "demo":
+        recipe["python"] = PYTHON
+    return recipe
+
+
+def _is_current(path: Path, recipe: dict[str, Any]) -> bool:
+    try:
+        if load_manifest(path).get("recipe") != recipe:
+            return False
+        verify_file(path)
+    except RequestFileError:
+        return False
+    return True
+
+
+def _build(
+    path: Path,
+    benchmark: BenchmarkConfig,
+    tokenizer: Any,
+    target: TargetSpec,
+    recipe: dict[str, Any],
+    source: Path | None,
+    on_request: Callable[[Request], None] | None,
+) -> None:
+    for leftover in path.parent.glob(f".{path.name}.*.partial"):
+        leftover.unlink(missing_ok=True)  # of a killed preparation; the lock says that nobody is writing it
+    counts = Counts()
+    job = Preparation(benchmark, tokenizer, target, counts, {}, source)
+    manifest: dict[str, Any] = {"recipe": recipe, "benchmark": benchmark.name, "target": target.name}
+
+    def requests() -> Iterator[Request]:
+        for request in _requests(job):
+            if on_request is not None:
+                on_request(request)
+            yield request
+        if not counts.kept:
+            raise PrepError(f"{benchmark.name}: no example is left for {target.name}: {counts.as_dict()}")
+        # Facts and counts are complete only now; write_requests reads the manifest after the last request.
+        manifest.update(job.facts, counts=counts.as_dict())
+
+    try:
+        write_requests(path, requests(), manifest)
+    except RequestFileError as error:
+        raise PrepError(str(error)) from None
+
+
+def _requests(job: Preparation) -> Iterator[Request]:
+    """Tokenise the loader's prompts in batches and apply the rules that need lengths."""
+    config, target, counts = job.config, job.target, job.counts
+    excluded = read_exclude_list(config.exclude)
+    prompts = LOADERS[config.loader](job)
+    while batch := list(islice(prompts, _BATCH)):
+        for prompt, ids in zip(batch, _encode(batch, config.chat, job), strict=True):
+            counts.seen[prompt.task] += 1
+            if prompt.id in excluded or prompt.meta.get("source_id") in excluded:
+                counts.exclude(prompt.task, "exclude list")
+            elif required_context(len(ids), config.max_new_tokens) > target.max_context:
+                counts.exclude(prompt.task, f"needs more than {target.max_context} tokens of context")
+            elif len(ids) < config.min_prompt_tokens:
+                counts.exclude(prompt.task, f"shorter than {config.min_prompt_tokens} tokens")
+            else:
+                counts.kept[prompt.task] += 1
+                meta = {"length": len(ids), **prompt.meta}
+                yield Request(prompt.id, config.name, prompt.task, ids, config.max_new_tokens, target.stop_ids, meta)
+
+
+def _encode(batch: list[Prompt], chat: bool, job: Preparation) -> list[tuple[int, ...]]:
+    if chat:
+        return [
+            prompt.ids or tuple(encode_chat(job.tokenizer, prompt.text or "", job.target.chat_template_kwargs))
+            for prompt in batch
+        ]
+    special = raw_prefix(job.tokenizer)
+    texts = [prompt.text for prompt in batch if prompt.ids is None and prompt.text is not None]
+    encoded = iter(encode_pieces(job.tokenizer, texts))
+    return [prompt.ids if prompt.ids is not None else (*special, *next(encoded)) for prompt in batch]
