@@ -1,0 +1,179 @@
+"""The reference engine: rounds, outputs and drafts, against recomputation from scratch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness.drafters import Drafter
+from harness.engines.base import EngineError, Generation
+from harness.engines.reference.engine import ReferenceEngine
+from harness.engines.reference.target import Target
+from harness.requests import Request
+from methods import METHODS, make_method
+from methods.reader import ContextCache, DenseReader
+from methods.reading import RequestGeometry
+from tests.engines.tiny import ARCHITECTURES, INFO, VOCAB, Guided, open_pair, request, save_target
+
+WINDOW = 16  # block < window < prompt, and generation crosses chunk and block borders of the retrieval methods
+OPTIONS: dict[str, dict[str, Any]] = {
+    "original": {},
+    "window": {"window": WINDOW},
+    "fold": {"window": WINDOW},
+    "rerope": {"window": WINDOW, "reference": 8},
+    "yarn": {"reference": 32},
+    "streamingllm": {"sinks": 2, "recent": 14},
+    "infllm": {"window": WINDOW, "block": 4, "initial": 3, "topk": 2, "representative": 2},
+    "cmr": {"chunk": 4, "topk": 4, "refresh": 3},
+    "engine_window": {"window": WINDOW},
+}
+
+
+def guided(engine_parts: tuple[ReferenceEngine, Target, Drafter], asked: Request) -> tuple[ReferenceEngine, Guided]:
+    """The same pair with drafts that are partly right, and the autoregressive output they are right about."""
+    plain, target, drafter = engine_parts
+    output = plain.decode(asked, None).output_ids
+    long = replace(asked, id="long", max_new_tokens=asked.max_new_tokens + 8, stop_ids=())
+    output = plain.decode(long, None).output_ids if not asked.stop_ids else output
+    guide = Guided(drafter, output, len(asked.prompt_ids), seed=3)
+    return ReferenceEngine(target, guide, prefill_chunk=7, info=INFO), guide  # type: ignore[arg-type]
+
+
+def check(generation: Generation, asked: Request) -> None:
+    assert generation.n_first + sum(generation.commits) == len(generation.output_ids)
+    assert len(generation.proposals) in (0, len(generation.commits))
+    assert generation.first_token_s <= generation.last_token_s
+    assert len(generation.output_ids) <= asked.max_new_tokens
+
+
+def test_every_method_is_covered() -> None:
+    assert set(OPTIONS) == set(METHODS)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("name", ["fold", "cmr", "infllm"])
+def test_outputs_equal_autoregressive_decoding_on_every_architecture(
+    architecture: str, name: str, tmp_path: Path
+) -> None:
+    save_target(architecture, tmp_path)
+    asked = request()
+    engine, guide = guided(open_pair(tmp_path), asked)
+    expected = engine.decode(asked, None)
+    got = engine.decode(asked, make_method(name, **OPTIONS[name]))
+    check(got, asked)
+    assert got.output_ids == expected.output_ids
+    assert {min(5, c) for c in got.commits} >= {1, 3, 5}  # from nothing to everything accepted
+    assert expected.commits == [1] * (len(expected.output_ids) - 1)
+    assert got.activity["method"] == name
+    assert got.activity["rounds"] == len(got.commits) == len(guide.drafted)
+
+
+@pytest.mark.parametrize("name", sorted(OPTIONS))
+def test_drafts_of_every_round_equal_a_recomputation_from_scratch(name: str, tmp_path: Path) -> None:
+    save_target("llama", tmp_path)
+    asked = request()
+    parts = open_pair(tmp_path)
+    engine, guide = guided(parts, asked)
+    method = make_method(name, **OPTIONS[name])
+    engine.decode(request(30, 12, seed=9), method)  # an earlier request must leave nothing behind
+    guide.drafted.clear()
+    got = engine.decode(asked, method)
+    check(got, asked)
+    _, target, drafter = parts
+    sequence = [*asked.prompt_ids, *got.output_ids]
+    geometry = RequestGeometry(len(asked.prompt_ids), asked.max_new_tokens, drafter.config.block)
+    lengths = [length for length, _, _ in guide.drafted]
+    # a method with state is replayed round by round; the others must not depend on how they got there
+    stateful = name in ("infllm", "cmr")
+    reader: DenseReader | None = None
+    context: ContextCache | None = None
+    for index, (length, anchor, drafts) in enumerate(guide.drafted):
+        assert sequence[length] == anchor
+        target.reserve(len(sequence) + 8)
+        step = target.forward(sequence[:length], taps=drafter.config.target_layer_ids)
+        assert step.features is not None
+        keys, values = drafter.context_kv(step.features)
+        if reader is None or context is None or not stateful:
+            context = ContextCache(drafter.config.geometry(), len(sequence) + 8, torch.float64)
+            context.append(keys, values)
+            reader = DenseReader(method, context.geometry, geometry, context)
+            reader.prepare()
+        else:
+            before = lengths[index - 1]
+            wanted = reader.wants_target_attention()
+            context.append(keys[:, before:], values[:, before:])
+            reader.committed(before, length)
+            if wanted:
+                reader.target_attention(target.attention_of(length - 1))
+        assert drafter.draft(anchor, reader).tokens == drafts, f"round {index}, {length} entries"
+        reader.round_done()
+
+
+@pytest.mark.parametrize("name", ["original", "window", "fold", "rerope"])
+def test_short_contexts_give_the_original_rounds(name: str, tmp_path: Path) -> None:
+    save_target("llama", tmp_path)
+    asked = request(20, 20)
+    options = {"window": 64} | ({"log_scale": False} if name == "rerope" else {}) if name != "original" else {}
+    engine, guide = guided(open_pair(tmp_path), asked)
+    original = engine.decode(asked, make_method("original"))
+    drafts = list(guide.drafted)
+    guide._random.seed(3)
+    guide.drafted.clear()
+    got = engine.decode(asked, make_method(name, **options))
+    assert (got.output_ids, got.commits) == (original.output_ids, original.commits)
+    assert guide.drafted == drafts
+
+
+def test_a_stop_token_inside_an_accepted_block_ends_the_output_there(tmp_path: Path) -> None:
+    save_target("llama", tmp_path)
+    parts = open_pair(tmp_path)
+    free = request()
+    output = parts[0].decode(free, None).output_ids
+    index = next(i for i in range(6, 40) if output[i] not in output[:i])
+    asked = replace(free, stop_ids=(output[index],))
+    guide = Guided(parts[2], output, len(asked.prompt_ids), seed=5)
+    engine = ReferenceEngine(parts[1], guide, prefill_chunk=7, info=INFO)  # type: ignore[arg-type]
+    baseline = engine.decode(asked, None)
+    assert (baseline.output_ids, baseline.finish) == (output[: index + 1], "stop")
+    seen_overrun = False
+    for seed in range(12):
+        guide._random.seed(seed)
+        got = engine.decode(asked, make_method("original"))
+        check(got, asked)
+        assert (got.output_ids, got.finish) == (output[: index + 1], "stop")
+        seen_overrun |= got.overrun > 0
+    assert seen_overrun
+
+
+def test_the_limit_clips_the_last_round(tmp_path: Path) -> None:
+    save_target("llama", tmp_path)
+    for limit in (1, 2, 7, 11):
+        asked = request(limit=limit)
+        engine, _ = guided(open_pair(tmp_path), asked)
+        baseline = engine.decode(asked, None)
+        got = engine.decode(asked, make_method("fold", window=WINDOW))
+        check(got, asked)
+        assert got.output_ids == baseline.output_ids
+        assert got.finish == "length" and len(got.output_ids) == limit
+
+
+def test_gaps_are_zero_for_the_targets_own_output_and_positive_elsewhere(tmp_path: Path) -> None:
+    save_target("llama", tmp_path)
+    engine, _, _ = open_pair(tmp_path)
+    asked = request(limit=12)
+    output = engine.decode(asked, None).output_ids
+    assert max(engine.logit_gaps(asked, output)) < 1e-9
+    wrong = [*output[:5], (output[5] + 1) % VOCAB, *output[6:]]
+    gaps = engine.logit_gaps(asked, wrong)
+    assert max(gaps[:5]) < 1e-9 < 1e-3 < gaps[5]
+
+
+def test_a_request_beyond_the_targets_positions_is_refused(tmp_path: Path) -> None:
+    save_target("llama", tmp_path)
+    engine, _, _ = open_pair(tmp_path)
+    with pytest.raises(EngineError, match="exceed the target's 512 positions"):
+        engine.decode(request(500, 48), None)
