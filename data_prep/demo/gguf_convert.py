@@ -1,14 +1,14 @@
-"""SmolLM2-135M-Instruct from GGUF (or the Hub's files) to one and the same folder that ``transformers`` loads.
+"""SmolLM2-135M-Instruct from GGUF to a folder that ``transformers`` loads.
 
-The tokenizer is rebuilt from the GGUF's vocabulary and merges. SmolLM splits digits one by one and then as GPT-2 does
-(the pre-tokenizer that llama.cpp calls ``smollm``), so both sources encode every text the same way.
+The tokenizer is rebuilt from the GGUF's vocabulary and merges: SmolLM splits digits one by one and then as GPT-2 does
+(the pre-tokenizer that llama.cpp calls ``smollm``). The result is the Hub's ``tokenizer.json`` byte for byte, which
+``target.py`` checks, so both sources encode every text the same way.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,6 @@ _LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 _CONTROL_TOKEN = 3  # gguf.TokenType.CONTROL
-HUB_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors")
 
 
 def convert_gguf(path: Path, folder: Path) -> str:
@@ -92,13 +91,6 @@ def convert_gguf(path: Path, folder: Path) -> str:
         },
     )
     _write_tokenizer(folder, meta)
-    return weights_digest(folder / "model.safetensors")
-
-
-def rewrite_hub_folder(source: Path, folder: Path) -> str:
-    """Copy the Hub's files, whose weights are bf16 already, from ``source`` into ``folder``; returns the digest."""
-    for name in HUB_FILES:
-        shutil.copyfile(source / name, folder / name)
     return weights_digest(folder / "model.safetensors")
 
 
@@ -187,4 +179,4 @@ def _write_tokenizer(folder: Path, meta: dict[str, Any]) -> None:
 
 
 def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False), encoding="utf-8")

