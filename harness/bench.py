@@ -123,7 +123,7 @@ class Report:
 class Progress(Protocol):
     """Where a unit reports: a terminal, a log, or nothing."""
 
-    def begin(self, unit: Unit, cells: int) -> None: ...
+    def begin(self, unit: Unit, cells: int, done: int) -> None: ...
     def cell(self, record: Record) -> None: ...
     def note(self, text: str) -> None: ...
 
@@ -215,7 +215,7 @@ class _UnitRun:
     def run(self) -> Report:
         started = time.perf_counter()
         self.report.cells = len(self.unit) * len(self.arms)
-        self.progress.begin(self.unit, self.report.cells)
+        self.progress.begin(self.unit, self.report.cells, self._measured())
         if self.engine.interleaved:
             arms = [arm for arm in self.arms if self._admit(arm)]
             for request, turn in self._turns():
@@ -273,6 +273,11 @@ class _UnitRun:
                 for each in arms:
                     self._warm_up(request, each)
                 self._decode(request, arm)
+
+    def _measured(self) -> int:
+        """Cells that earlier starts have measured, on whichever device holds most of a request."""
+        names = {arm.name for arm in self.arms}
+        return sum(max(len(names & outputs.keys()) for outputs in devices.values()) for devices in self.good.values())
 
     def _paired_elsewhere(self, request: Request) -> bool:
         names = {arm.name for arm in self.arms}

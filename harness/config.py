@@ -1,0 +1,362 @@
+"""The typed configuration: what Hydra composed from conf/, checked before any model loads.
+
+A run is one target-drafter pair, one engine, one benchmark or group of them, and several arms. ``resolve`` turns a
+composed configuration into a :class:`Plan`; ``check`` looks at what the plan needs from this machine. Both raise
+:class:`UserError`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Optional
+
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from data_prep.config import BenchmarkConfig
+from harness.records import AR
+
+PACKAGED = "pkg://"
+ENGINES = ("reference", "vllm", "sglang")
+# DeepSpec's drafters label each block position with the next token, z-lab's with the same one (paper, section 3.1).
+FAMILIES: dict[str, Callable[[int], int]] = {"zlab": lambda block: block - 1, "deepspec": lambda block: block}
+
+
+class UserError(ValueError):
+    """A mistake the user can mend, in one line: what was wrong, where, what to do. Commands exit with code 2."""
+
+
+# omegaconf 2.3 reads these classes as the schema: it wants typing.Optional and mutable dataclasses.
+
+
+@dataclass
+class TargetConfig:
+    """source: Hub id or local folder ("demo": the embedded one). max_context: positions it may use, in tokens."""
+
+    name: str = MISSING
+    source: str = MISSING
+    revision: Optional[str] = None  # noqa: UP045
+    max_context: int = MISSING
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    needs_gpu: bool = False
+
+
+@dataclass
+class DrafterConfig:
+    """source: Hub id, local folder, or pkg://package/folder. target: the target it was trained for. block: B,
+    positions of a
+    draft block. window: W of Table 1, in entries. train_length: longest training sequence in tokens, YaRN's R."""
+
+    name: str = MISSING
+    target: str = MISSING
+    source: str = MISSING
+    revision: Optional[str] = None  # noqa: UP045
+    family: str = MISSING
+    block: int = MISSING
+    window: int = MISSING
+    train_length: int = MISSING
+
+    @property
+    def proposals(self) -> int:
+        """K, the tokens proposed a round: B - 1 for z-lab's drafters, B for DeepSpec's."""
+        return FAMILIES[self.family](self.block)
+
+    @property
+    def folder_or_id(self) -> str:
+        """`source` with a packaged folder turned into its path."""
+        if not self.source.startswith(PACKAGED):
+            return self.source
+        package, _, rest = self.source.removeprefix(PACKAGED).partition("/")
+        return str(files(package).joinpath(rest))
+
+
+@dataclass
+class EngineConfig:
+    """device: auto, cpu, cuda. dtype: auto, float32, bfloat16, float16. prefill_chunk: tokens. threads: of the CPU."""
+
+    name: str = MISSING
+    device: str = "auto"
+    dtype: str = "auto"
+    prefill_chunk: int = 8192
+    threads: Optional[int] = None  # noqa: UP045
+
+
+@dataclass
+class RunConfig:
+    """The root; conf/config.yaml explains each key."""
+
+    target: TargetConfig = field(default_factory=TargetConfig)
+    drafter: DrafterConfig = field(default_factory=DrafterConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    benchmark: BenchmarkConfig = field(default_factory=BenchmarkConfig)
+    method: dict[str, Any] = field(default_factory=dict)
+    methods: Any = field(default_factory=list)
+    run_dir: Optional[str] = None  # noqa: UP045
+    data_dir: Optional[str] = None  # noqa: UP045
+    source_dir: Optional[str] = None  # noqa: UP045
+    warmup_tokens: int = 16
+    drift_requests: int = 3
+    max_gap: Optional[float] = None  # noqa: UP045
+
+
+@dataclass(frozen=True)
+class ArmSpec:
+    """A method by name with its resolved options; "ar" has none."""
+
+    name: str
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A typed run. arms: as asked for, so AR, which always runs, need not be there. benchmarks: groups expanded."""
+
+    config: RunConfig
+    arms: tuple[ArmSpec, ...]
+    benchmarks: tuple[BenchmarkConfig, ...]
+
+    def resolved(self) -> dict[str, Any]:
+        """All that decides what is measured, as JSON values: where it is written and read from is left out."""
+        config = asdict(self.config)
+        for key in ("run_dir", "data_dir", "source_dir", "method", "methods", "benchmark"):
+            del config[key]
+        config["arms"] = [asdict(arm) for arm in self.arms]
+        config["benchmarks"] = [asdict(benchmark) for benchmark in self.benchmarks]
+        return config
+
+    @property
+    def hash(self) -> str:
+        """sha256 of :meth:`resolved`, in hex."""
+        return hashlib.sha256(json.dumps(self.resolved(), sort_keys=True).encode()).hexdigest()
+
+    @property
+    def run(self) -> str:
+        """Name of the run, the same for the same configuration: two different ones never share a directory."""
+        methods = "+".join(arm.name for arm in self.arms) if len(self.arms) <= 4 else f"{len(self.arms)}methods"
+        parts = [self.config.drafter.name, self.config.engine.name, self.config.benchmark.name, methods, self.hash[:8]]
+        return re.sub(r"[^A-Za-z0-9_.+-]", "_", "-".join(parts))
+
+    @property
+    def run_dir(self) -> Path:
+        """Where records and run.json are written, absolute."""
+        chosen = self.config.run_dir
+        return (Path(chosen).expanduser() if chosen else Path("results", "runs", self.run)).absolute()
+
+
+# ------------------------------------------------------------------------------------------------- from Hydra to a plan
+
+Compose = Callable[[list[str]], DictConfig]
+
+
+def resolve(
+    cfg: DictConfig, overrides: Sequence[str], compose: Compose, note: Callable[[str], None] | None = None
+) -> Plan:
+    """Type the composed configuration and load every arm and benchmark it names.
+
+    overrides: the command line's, as Hydra recorded them. compose: composes the root configuration with other
+    overrides. note: where to say that an option of a sweep does not apply to a method (single runs refuse instead).
+    """
+    from methods import METHODS
+
+    config = typed(cfg)
+    others = [text for text in overrides if not re.match(r"[+~]*(method|methods|benchmark)[=.@]", text)]
+    mine = {key: text for text in overrides if (key := _option(text, "method")) is not None}
+    names = _method_names(config, overrides, list(METHODS))
+    arms, unused = [], dict(mine)
+    for name in names:
+        if name == AR:
+            arms.append(ArmSpec(AR, {}))
+            continue
+        known = [option.name for option in fields(METHODS[name])]
+        applies = [text for key, text in mine.items() if key in known]
+        unused = {key: text for key, text in unused.items() if key not in known}
+        composed = compose([*others, f"method={name}", *applies])
+        options = typed(composed).method
+        options.pop("name", None)
+        arms.append(ArmSpec(name, options))
+    for key, text in unused.items():
+        told = f"{text.lstrip('+')}: no option {key!r} in {', '.join(dict.fromkeys(names))}"
+        if note is None:
+            listed = {name: [o.name for o in fields(METHODS[name])] for name in dict.fromkeys(names) if name != AR}
+            has = "; ".join(f"{name} has {', '.join(options) or 'none'}" for name, options in listed.items())
+            raise UserError(f"{told} ({has})")
+        note(f"{told}, so it is left out")
+    return Plan(config, tuple(arms), _benchmarks(config, overrides, others, compose))
+
+
+def typed(cfg: DictConfig) -> RunConfig:
+    """The configuration as :class:`RunConfig`. Raises UserError for an unknown, ill-typed or missing key."""
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(RunConfig), cfg)
+        if missing := sorted(OmegaConf.missing_keys(merged)):
+            raise UserError(
+                f"no value for {', '.join(missing)}; give it on the command line or in its file below conf/"
+            )
+        OmegaConf.resolve(merged)
+        return OmegaConf.to_object(merged)  # type: ignore[return-value]
+    except OmegaConfBaseException as error:
+        raise UserError(_schema_error(error, cfg)) from None
+
+
+def _schema_error(error: OmegaConfBaseException, cfg: DictConfig) -> str:
+    where = str(error.full_key or error.key or "")
+    text = str(error.msg or error).splitlines()[0]
+    if text.startswith("Key '"):
+        return unknown_option(where)
+    value = OmegaConf.select(cfg, where, default=None) if where else None
+    return f"{where}={value}: {text[0].lower()}{text[1:]}" if where else text
+
+
+def unknown_option(key: str) -> str:
+    """The message for a key that the configuration does not have, with the names that are there."""
+    group, _, name = key.partition(".")
+    part = next((entry.default_factory for entry in fields(RunConfig) if entry.name == group and name), None)
+    schema = part() if callable(part) and is_dataclass(part) else None
+    if schema is None:
+        return f"unknown option {key!r}; the configuration has {', '.join(entry.name for entry in fields(RunConfig))}"
+    return f"unknown option {key!r}; {group} has {', '.join(entry.name for entry in fields(schema))}"
+
+
+def _option(override: str, group: str) -> str | None:
+    """The key of a "group.key=value" override, else None."""
+    found = re.match(rf"[+~]*{group}\.([\w.]+)=", override)
+    return found.group(1) if found else None
+
+
+def _method_names(config: RunConfig, overrides: Sequence[str], valid: list[str]) -> list[str]:
+    chosen = config.method.get("name")
+    if chosen is not None:
+        if any(re.match(r"[+~]*methods=", text) for text in overrides):
+            raise UserError("both method= and methods= are given; use method= for one and methods=[a,b] for several")
+        names = [chosen]
+    elif config.methods == "all":
+        names = valid
+    elif isinstance(config.methods, list) and config.methods:
+        names = [str(name) for name in config.methods]
+    else:
+        raise UserError(f"methods={config.methods!r}: give a list, for example methods=[original,fold], or methods=all")
+    if unknown := [name for name in names if name not in (AR, *valid)]:
+        raise UserError(f"unknown method {unknown[0]!r}; choose from {', '.join((AR, *valid))}")
+    return names
+
+
+def _benchmarks(
+    config: RunConfig, overrides: Sequence[str], others: list[str], compose: Compose
+) -> tuple[BenchmarkConfig, ...]:
+    """The benchmark, or each member of a group with the command line's benchmark options applied to all of them."""
+    if not config.benchmark.name:
+        raise UserError("no benchmark is chosen; give benchmark=<name>, fold-bench --help lists them")
+    options = [text for text in overrides if _option(text, "benchmark") is not None]
+    members, found = list(config.benchmark.members), []
+    if not members:
+        return (config.benchmark,)
+    while members:
+        composed = typed(compose([*others, f"benchmark={members.pop(0)}", *options])).benchmark
+        members = [*composed.members, *members]
+        if not composed.members:
+            found.append(composed)
+    return tuple(found)
+
+
+# ------------------------------------------------------------------------------------------------- what this machine
+# has
+
+
+def check(plan: Plan) -> None:
+    """Refuse, before any model loads, what cannot run: options, engine, device, a block size the drafter lacks."""
+    config = plan.config
+    target, drafter, engine = config.target, config.drafter, config.engine
+    _positive(
+        {
+            "drafter.block": drafter.block,
+            "drafter.window": drafter.window,
+            "drafter.train_length": drafter.train_length,
+            "target.max_context": target.max_context,
+            "engine.prefill_chunk": engine.prefill_chunk,
+            "engine.threads": engine.threads,
+        }
+    )
+    for key, value in {"warmup_tokens": config.warmup_tokens, "drift_requests": config.drift_requests}.items():
+        if value < 0:
+            raise UserError(f"{key}={value}: must not be negative")
+    if config.max_gap is not None and not config.max_gap >= 0:
+        raise UserError(f"max_gap={config.max_gap}: must not be negative")
+    _one_of("engine.name", engine.name, ENGINES)
+    _one_of("engine.device", engine.device, ("auto", "cpu", "cuda"))
+    _one_of("engine.dtype", engine.dtype, ("auto", "float32", "bfloat16", "float16"))
+    _one_of("drafter.family", drafter.family, tuple(FAMILIES))
+    if drafter.target != target.name:
+        raise UserError(f"drafter {drafter.name} was trained for target {drafter.target}, not {target.name}; set both")
+    make_arms(plan.arms)
+    _check_engine(engine, target)
+    _check_block(drafter)
+
+
+def make_arms(arms: Iterable[ArmSpec]) -> list[tuple[str, Any | None, dict[str, Any]]]:
+    """(name, method object, options) of each arm; None for AR. Raises UserError for an option out of range."""
+    from methods import make_method
+
+    made: list[tuple[str, Any | None, dict[str, Any]]] = []
+    for arm in arms:
+        try:
+            method = None if arm.name == AR else make_method(arm.name, **arm.options)
+        except ValueError as error:
+            raise UserError(str(error)) from None
+        made.append((arm.name, method, arm.options))
+    return made
+
+
+def _check_engine(engine: EngineConfig, target: TargetConfig) -> None:
+    if engine.name != "reference" and importlib.util.find_spec(engine.name) is None:
+        raise UserError(
+            f"engine {engine.name} is not installed: pip install 'fold-bench[{engine.name}]' in a virtual environment "
+            "of its own, or use engine=reference"
+        )
+    import torch
+
+    gpu = torch.cuda.is_available()
+    if engine.device == "cuda" and not gpu:
+        raise UserError(
+            "engine.device=cuda: torch sees no GPU on this machine; use engine.device=cpu or a machine with one"
+        )
+    if engine.name == "sglang" and not gpu:
+        raise UserError(
+            "engine sglang needs a GPU and torch sees none on this machine; use engine=reference or engine=vllm"
+        )
+    if target.needs_gpu and not gpu and engine.device != "cpu":
+        raise UserError(
+            f"target {target.name} needs a GPU and torch sees none on this machine; run it on one, or drop +model= for "
+            "the demo pair (engine.device=cpu runs it on the CPU all the same, very slowly)"
+        )
+
+
+def _check_block(drafter: DrafterConfig) -> None:
+    from harness.drafters import DrafterError, read_config
+
+    try:
+        found = read_config(drafter.folder_or_id, revision=drafter.revision, block=drafter.block)
+    except DrafterError as error:
+        raise UserError(f"drafter {drafter.name}: {error}") from None
+    if found.proposals != drafter.proposals:
+        raise UserError(
+            f"drafter.family={drafter.family} means {drafter.proposals} proposals for B = {drafter.block}, but the "
+            f"checkpoint is of a family that makes {found.proposals}; the families are {', '.join(FAMILIES)}"
+        )
+
+
+def _positive(values: dict[str, int | None]) -> None:
+    for key, value in values.items():
+        if value is not None and value < 1:
+            raise UserError(f"{key}={value}: must be at least 1")
+
+
+def _one_of(key: str, value: str, valid: Sequence[str]) -> None:
+    if value not in valid:
+        raise UserError(f"{key}={value}: choose one of {', '.join(valid)}")

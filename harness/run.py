@@ -1,0 +1,279 @@
+"""One run: request files, engine, the units of its benchmarks, run.json, and the table at the end."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from data_prep.config import BenchmarkConfig
+from data_prep.demo.target import TargetUnavailable, default_cache_dir, ensure_target, target_fingerprint
+from harness.bench import Arm, Options, Report, Unit, arms_of, run_unit
+from harness.config import Plan, RunConfig, TargetConfig, UserError, make_arms
+from harness.engines.base import EngineError, EngineInfo
+from harness.guards import differing_settings, settings
+from harness.progress import open_progress
+from harness.provenance import RunFile, folder_facts
+from harness.records import JsonLines, RecordError, RecordWriter, read_lines
+from harness.requests import (
+    RequestFileError,
+    load_manifest,
+    manifest_path,
+    read_requests,
+    request_path,
+    required_context,
+    verify_file,
+)
+
+AGREEMENT = "agreement.jsonl"
+# What an engine loads of a Hub repository; never pickles, never remote code.
+_MODEL_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A plan with everything found that it needs. config: the plan's, its sources replaced by local folders."""
+
+    plan: Plan
+    config: RunConfig
+    arms: tuple[Arm, ...]
+    units: tuple[Unit, ...]
+    files: dict[str, Path]
+
+
+# ------------------------------------------------------------------------------------------------------------ preparing
+
+
+def prepare(plan: Plan) -> Job:
+    """Find or build what the plan reads. Raises UserError; writes nothing but the cache and missing request files."""
+    config, folder = plan.config, target_folder(plan.config.target)
+    _check_context(config.target, folder)
+    data_dir = Path(config.data_dir).expanduser() if config.data_dir else default_cache_dir() / "requests"
+    files = {each.name: _request_file(each, plan, folder, data_dir) for each in plan.benchmarks}
+    units = []
+    for name, path in files.items():
+        count = _check_requests(path, config.target)
+        units.append(Unit(config.drafter.name, config.engine.name, name, _reader(path), count))
+    local = replace(
+        config,
+        target=replace(config.target, source=str(folder)),
+        drafter=replace(config.drafter, source=config.drafter.folder_or_id),
+    )
+    return Job(plan, local, tuple(arms_of(make_arms(plan.arms))), tuple(units), files)
+
+
+def target_folder(target: TargetConfig) -> Path:
+    """The local folder of a target's checkpoint, fetched first if need be. Raises UserError."""
+    if target.source == "demo":
+        try:
+            return ensure_target()
+        except TargetUnavailable as error:
+            raise UserError(str(error)) from None
+    if (local := Path(target.source).expanduser()).is_dir():
+        return local
+    if target.source.count("/") != 1 or target.source.startswith((".", "~", "/")):
+        raise UserError(f"target.source={target.source}: no such folder, and no Hub id of the form owner/name")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(target.source, revision=target.revision, allow_patterns=_MODEL_FILES))
+    except Exception as error:  # the client's, httpx's and the system's errors alike: the user needs one line
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise UserError(
+            f"target {target.name}: {target.source} at {target.revision} cannot be fetched ({reason}); "
+            "give a local copy with target.source=<folder>, or accept its licence and log in to the Hub"
+        ) from None
+
+
+def _check_context(target: TargetConfig, folder: Path) -> None:
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{folder / 'config.json'} is unreadable ({error}); target.source must be a model folder"
+        ) from None
+    positions = config.get("text_config", config).get("max_position_embeddings")
+    if isinstance(positions, int) and target.max_context > positions:
+        raise UserError(f"target.max_context={target.max_context}: the checkpoint has {positions} positions")
+
+
+def _request_file(benchmark: BenchmarkConfig, plan: Plan, folder: Path, data_dir: Path) -> Path:
+    """The request file of one benchmark; built if there is none, or one of another recipe."""
+    from data_prep.prepare import prepare as prepare_requests
+    from data_prep.select import PrepError
+    from data_prep.tokens import TargetSpec, stop_ids_of
+
+    target = plan.config.target
+    path = request_path(data_dir, benchmark.name, target.name)
+    try:
+        # A damaged file stops here; building it anew could hide that the numbers so far came from another one.
+        if path.exists():
+            verify_file(path)
+            if "recipe" not in load_manifest(path):
+                return path  # not made by data_prep: taken as it is
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        revision = target.revision or ""
+        stops = stop_ids_of(folder, tokenizer)
+        spec = TargetSpec(target.name, target.max_context, stops, target.chat_template_kwargs, revision)
+        source = Path(plan.config.source_dir).expanduser() if plan.config.source_dir else None
+        if not path.exists():
+            print(f"preparing {benchmark.name} for {target.name} (once)", file=sys.stderr, flush=True)
+        return prepare_requests(benchmark, tokenizer, spec, data_dir, source=source)
+    except (RequestFileError, PrepError) as error:
+        raise UserError(str(error)) from None
+    except OSError as error:
+        raise UserError(f"{error.filename or path}: {error.strerror or error}") from None
+
+
+def _check_requests(path: Path, target: TargetConfig) -> int:
+    """Read the whole file once, before any model loads. Returns how many requests it holds."""
+    count = 0
+    try:
+        for request in read_requests(path):
+            count += 1
+            need = required_context(len(request.prompt_ids), request.max_new_tokens)
+            if need > target.max_context:
+                raise UserError(
+                    f"{path}: request {request.id} needs {need} tokens of context, target {target.name} has "
+                    f"{target.max_context}; leave it out (benchmark.exclude) or choose shorter levels"
+                )
+    except RequestFileError as error:
+        raise UserError(str(error)) from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror})") from None
+    if not count:
+        raise UserError(f"{path} holds no request")
+    return count
+
+
+def _reader(path: Path) -> Callable[[], Any]:
+    return lambda: read_requests(path)
+
+
+# ------------------------------------------------------------------------------------------------------------ running
+
+
+def execute(job: Job, argv: Sequence[str]) -> int:
+    """Run a job and print its table. Returns 0 if every cell was measured and confirmed, else 1."""
+    plan, started = job.plan, time.perf_counter()
+    try:
+        writer = RecordWriter(plan.run_dir, plan.run, plan.config.drafter.proposals)
+    except RecordError as error:
+        raise UserError(str(error)) from None
+    with writer:
+        run_file = RunFile(plan.run_dir, plan.run, plan.resolved(), plan.hash, list(argv))
+        try:
+            _register(run_file, job)
+            run_file.write()
+            log = JsonLines(plan.run_dir / AGREEMENT)
+            judged = [line for _, line in read_lines(log.path)]
+        except OSError as error:
+            raise UserError(f"{error.filename or plan.run_dir}: {error.strerror}; choose another run_dir=") from None
+        except RecordError as error:
+            raise UserError(str(error)) from None
+        print(f"run: {plan.run_dir}", file=sys.stderr, flush=True)
+        reports: list[Report] = []
+        status, engine_s = "failed", 0.0
+        try:
+            engine_s, reports = _run_units(job, writer, log, judged, run_file)
+            status = "complete" if all(report.ok for report in reports) else "incomplete"
+        except RecordError as error:
+            print(f"fold-bench: {error}", file=sys.stderr)
+            return 1
+        except KeyboardInterrupt:
+            status = "interrupted"
+            raise
+        finally:
+            log.close()
+            wall = time.perf_counter() - started
+            run_file.finish(
+                status,
+                reports=[asdict(report) for report in reports],
+                wall_s=round(wall, 3),
+                engine_s=round(engine_s, 3),
+                harness_share=round(1 - engine_s / wall, 4),
+            )
+    return _conclude(job, reports)
+
+
+def _run_units(
+    job: Job, writer: RecordWriter, log: JsonLines, judged: list[dict[str, Any]], run_file: RunFile
+) -> tuple[float, list[Report]]:
+    """Seconds inside the engine, and a report per unit."""
+    from harness.engines import open_engine
+
+    def on_arm(arm: Arm, info: EngineInfo) -> str | None:
+        mine = asdict(info)
+        earlier = run_file.content["arms"].setdefault(arm.name, mine)
+        run_file.write()
+        changed = differing_settings(settings(EngineInfo(**earlier)), settings(info))
+        return f"since this run began, {'; '.join(changed)}: use another run_dir=" if changed else None
+
+    config = job.config
+    options = Options(config.warmup_tokens, config.drift_requests, config.max_gap)
+    opened = time.perf_counter()
+    try:
+        engine = open_engine(config)
+    except EngineError as error:
+        raise UserError(str(error)) from None
+    engine_s, reports = time.perf_counter() - opened, []
+    progress = open_progress()
+    try:
+        for unit in job.units:
+            report = run_unit(engine, unit, job.arms, writer, log, judged, progress, options, on_arm)
+            engine_s += report.engine_s
+            reports.append(report)
+    finally:
+        progress.close()
+        closing = time.perf_counter()
+        engine.close()
+        engine_s += time.perf_counter() - closing
+    return engine_s, reports
+
+
+def _register(run_file: RunFile, job: Job) -> None:
+    """Write down which inputs the run reads; other ones than at its first start would mix two experiments."""
+    requests = run_file.content["requests"]
+    for name, path in job.files.items():
+        manifest = load_manifest(path)
+        mine = {"file": str(path), "sha256": manifest["sha256"], "count": manifest["count"], "manifest": manifest}
+        if requests.setdefault(name, mine)["sha256"] != mine["sha256"]:
+            raise UserError(
+                f"the requests of {name} ({manifest_path(path)}) changed since this run began: use another run_dir="
+            )
+    target, drafter = job.plan.config.target, job.plan.config.drafter
+    folder = Path(job.config.target.source)
+    facts = (
+        target_fingerprint(folder) if target.source == "demo" else folder_facts(target.source, target.revision, folder)
+    )
+    run_file.content["models"] = {
+        "target": facts,
+        "drafter": folder_facts(drafter.source, drafter.revision, Path(job.config.drafter.source)),
+    }
+
+
+def _conclude(job: Job, reports: list[Report]) -> int:
+    from analysis.summary import summarise
+
+    summary = summarise(job.plan.run_dir)
+    Console().print(summary.table())
+    lines = []
+    for report in reports:
+        lines += [f"FAILED {cell}: {reason}" for cell, reason in report.failed.items()]
+        lines += [f"REFUSED {arm}" for arm in report.refused]
+        lines += [f"GATE {output}" for output in report.gates]
+        lines += [f"MISSING {report.missing} cells of {report.unit}"] if report.missing else []
+        lines += [f"note: {flag} ({report.unit})" for flag in report.flags]
+        skipped = f"note: the drafter did not run in {report.skipped_rounds} rounds of {report.unit}"
+        lines += [skipped] if report.skipped_rounds else []
+    for line in lines:
+        print(line, file=sys.stderr)
+    return 0 if all(report.ok for report in reports) and not summary.failures else 1
