@@ -5,13 +5,18 @@ A run directory holds ``records*.jsonl`` (one line per request and arm), ``run.j
 last good attempt), which autoregressive record it is paired with (same run, same request, same device), and which
 requests are left out. A request that failed, is missing or cannot be timed in one arm is left out of every arm of its
 cell, so that all numbers of a cell describe the same requests (paper, Appendix B.2: the one Gemma RepoBench request
-without TPOT "is excluded for all methods")."""
+without TPOT "is excluded for all methods").
+"""
 
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 from array import array
+from bisect import bisect
 from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +30,8 @@ from harness.records import AR, AR_AGAIN, Record, RecordError, read_lines, read_
 # A cell is what a table prints: one task (at one length level) of one pair in one engine.
 CELL = ["pair", "engine", "benchmark", "task", "level"]
 REQUEST = [*CELL, "request"]
+# Below this, starting processes costs more than they save.
+PARALLEL_BYTES = 64 << 20
 # Length buckets of LBv2 in Table 11, continued downwards; inputs of a level that the request file names keep that name.
 BUCKETS = [0, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072]
 
@@ -67,27 +74,31 @@ class Runs:
 
 def load(paths: Path | str | Iterable[Path | str]) -> Runs:
     """Read the run directories `paths` (one, or several). Raises LoadError when there is nothing to read or it
-    clashes."""
-    folders = [Path(paths)] if isinstance(paths, str | Path) else [Path(path) for path in paths]
-    rows: list[dict[str, Any]] = []
+    clashes.
+    """
+    given = [Path(paths)] if isinstance(paths, str | Path) else [Path(path) for path in paths]
+    folders = [folder for path in given for folder in _run_dirs(path)]
+    jobs: list[tuple[Path, str]] = []
     agreement: list[dict[str, Any]] = []
-    provenance: dict[str, dict[str, Any]] = {}
+    files_of: dict[Path, dict[str, Any]] = {}
     for folder in folders:
         files = sorted(folder.glob("records*.jsonl"))
-        if not files:
-            what = "holds no records*.jsonl" if folder.is_dir() else "is not a folder"
-            raise LoadError(f"{folder} {what}; give a run directory that fold-bench wrote")
         run = _read_json(folder / "run.json")
-        pair = run.get("config", {}).get("drafter", {}).get("name")
+        pair = run.get("config", {}).get("drafter", {}).get("name") or ""
         for file in files:
-            try:
-                for record in read_records(file):
-                    rows.append(_row(record, pair or record.unit.rsplit("/", 3)[0]))
-                    provenance.setdefault(record.run, run)
-                for log in sorted(folder.glob("agreement*.jsonl")):
-                    agreement.extend(value for _, value in read_lines(log))
-            except RecordError as error:
-                raise LoadError(str(error)) from None
+            jobs.append((file, pair))
+            files_of[file] = run
+        try:
+            for log in sorted(folder.glob("agreement*.jsonl")):
+                agreement.extend(value for _, value in read_lines(log))
+        except RecordError as error:
+            raise LoadError(str(error)) from None
+    rows: list[dict[str, Any]] = []
+    provenance: dict[str, dict[str, Any]] = {}
+    for (file, _), found in zip(jobs, _read_all(jobs), strict=True):
+        rows.extend(found)
+        for name in {row["run"] for row in found}:
+            provenance.setdefault(name, files_of[file])
     table = _tidy(rows)
     warm = table["warmup"]
     paired = _pair(table[~warm].drop(columns="warmup"))
@@ -96,7 +107,7 @@ def load(paths: Path | str | Iterable[Path | str]) -> Runs:
 
 def length_bucket(tokens: int) -> str:
     """Name of the length bucket of a prompt of `tokens` tokens, as in Table 11 ("16–32K", "≥128K")."""
-    place = int(np.searchsorted(BUCKETS, tokens, side="right"))
+    place = bisect(BUCKETS, tokens)
     if place == 1:
         return "<1K"
     low = BUCKETS[place - 1] // 1024
@@ -104,6 +115,33 @@ def length_bucket(tokens: int) -> str:
 
 
 # -------------------------------------------------------------------------------------------------------------- reading
+
+
+def _run_dirs(path: Path) -> list[Path]:
+    """The folder itself if it holds records, else the run directories right below it."""
+    found = [path] if any(path.glob("records*.jsonl")) else sorted({f.parent for f in path.glob("*/records*.jsonl")})
+    if not found:
+        what = "holds no records*.jsonl" if path.is_dir() else "is not a folder"
+        raise LoadError(f"{path} {what}; give a run directory that fold-bench wrote")
+    return found
+
+
+def _read_all(jobs: list[tuple[Path, str]]) -> list[list[dict[str, Any]]]:
+    """Rows of each file; large inputs are read by several processes, since most of the time goes into parsing JSON."""
+    workers = min(len(jobs), len(os.sched_getaffinity(0)))
+    if workers < 2 or sum(file.stat().st_size for file, _ in jobs) < PARALLEL_BYTES:
+        return [_read(job) for job in jobs]
+    # Forked, not spawned: a child only parses, and a spawned one would import the caller's script again.
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
+        return list(pool.map(_read, jobs))
+
+
+def _read(job: tuple[Path, str]) -> list[dict[str, Any]]:
+    file, pair = job
+    try:
+        return [_row(record, pair or record.unit.rsplit("/", 3)[0]) for record in read_records(file)]
+    except RecordError as error:
+        raise LoadError(str(error)) from None
 
 
 def _row(record: Record, pair: str) -> dict[str, Any]:
@@ -123,7 +161,7 @@ def _row(record: Record, pair: str) -> dict[str, Any]:
         "level": record.level or length_bucket(record.prompt_tokens),
         "request": record.request_id,
         "arm": record.method,
-        "config": json.dumps(record.method_config, sort_keys=True),
+        "config": json.dumps(record.method_config, sort_keys=True) if record.method_config else "{}",
         "order": record.order,
         "prompt_tokens": record.prompt_tokens,
         "n_out": len(record.output_ids),
@@ -248,7 +286,8 @@ def _refuse_clashes(table: pd.DataFrame) -> None:
 
 def _exclusions(table: pd.DataFrame) -> pd.DataFrame:
     """One row per request of a cell that some arm of that cell lacks or could not finish, with the first reason
-    found."""
+    found.
+    """
     bad = table.loc[~table["good"], [*REQUEST, "arm", "reason"]]
     present = table.groupby(REQUEST, observed=True)["arm"].nunique().rename("present").reset_index()
     arms = table.groupby(CELL, observed=True)["arm"].unique().rename("arms").reset_index()

@@ -2,7 +2,8 @@
 
 ``results/paper/*.csv`` hold Tables 1 to 12 and the values stated in the text, copied by hand; every number read from
 here is the paper's and is labelled so wherever it is printed. Our own numbers use the same (table, group, row,
-column, metric) keys, so that a comparison is a join."""
+column, metric) keys, so that a comparison is a join.
+"""
 
 from __future__ import annotations
 

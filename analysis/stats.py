@@ -19,7 +19,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
@@ -106,17 +106,23 @@ class Resampler:
     """Draws the requests of every stratum once and answers for any arm, metric and union of strata.
 
     used: rows of ``Runs.used`` (more metric columns may have been added). by: columns that name a stratum. metrics:
-    columns to average. Every arm of a stratum must have the same requests, each once: rows are joined by request id,
-    never by position. Raises ValueError naming the request otherwise, or where a metric is not a number."""
+    columns to average. Rows are joined by request id, never by position; an arm that lacks requests of a stratum is
+    missing there. Raises ValueError naming the request when it counts twice or a metric is not a number.
+    """
 
     def __init__(self, used: pd.DataFrame, by: Sequence[str], metrics: Iterable[str] = METRICS) -> None:
         self.by = list(by)
         self.metrics = list(metrics)
-        self._strata: dict[tuple[str, ...], tuple[int, dict[tuple[str, str], np.ndarray]]] = {}
-        if len(used) == 0:
-            return
-        for key, rows in used.groupby(self.by, observed=True, sort=True):
-            self._strata[tuple(str(part) for part in key)] = self._resample(tuple(str(part) for part in key), rows)
+        self._used = used
+        groups = used.groupby(self.by, observed=True, sort=True).indices if len(used) else {}
+        self._rows = {tuple(map(str, cast("tuple[str, ...]", key))): places for key, places in groups.items()}
+        self._done: dict[tuple[str, ...], tuple[int, dict[tuple[str, str], np.ndarray]]] = {}
+
+    def _stratum(self, key: tuple[str, ...]) -> tuple[int, dict[tuple[str, str], np.ndarray]]:
+        """Requests of a stratum and, by arm and metric, the draws of the mean; drawn when first asked for."""
+        if key not in self._done:
+            self._done[key] = self._resample(key, self._used.iloc[self._rows[key]])
+        return self._done[key]
 
     def _resample(self, key: tuple[str, ...], rows: pd.DataFrame) -> tuple[int, dict[tuple[str, str], np.ndarray]]:
         identity = pd.MultiIndex.from_arrays(
@@ -127,8 +133,12 @@ class Resampler:
             raise ValueError(f"request {rows['request'].to_numpy()[twice][0]} counts twice in {' / '.join(key)}")
         # Sorted by id: the order of lines in the records, or of arms, must not change a digit.
         codes, ids = pd.factorize(identity, sort=True)
-        arms = sorted(set(rows["arm"]))
-        n, places = len(ids), {arm: place for place, arm in enumerate(arms)}
+        n = len(ids)
+        # An arm that was not run on all of these requests cannot be compared on them: it is missing here.
+        arms = [str(arm) for arm, count in sorted(rows["arm"].value_counts().items()) if count == n]
+        whole = rows["arm"].isin(arms).to_numpy()
+        codes, rows = codes[whole], rows[whole]
+        places = {arm: place for place, arm in enumerate(arms)}
         cube = np.full((n, len(arms), len(self.metrics)), np.nan)
         cube[codes, rows["arm"].map(places).to_numpy(int)] = rows[self.metrics].to_numpy(float)
         for request, arm, metric in np.argwhere(np.isnan(cube)):
@@ -143,17 +153,17 @@ class Resampler:
         """Keys of the strata whose `by` columns have these values (a value, or a collection of allowed ones)."""
         allowed = {name: {value} if isinstance(value, str) else set(value) for name, value in where.items()}
         return [
-            key for key in self._strata if all(key[self.by.index(name)] in values for name, values in allowed.items())
+            key for key in self._rows if all(key[self.by.index(name)] in values for name, values in allowed.items())
         ]
 
     def arms(self, keys: Iterable[tuple[str, ...]]) -> list[str]:
         """Arms that at least one of these strata has; the autoregressive arm first."""
-        found = {arm for key in keys for arm, _ in self._strata[key][1]}
+        found = {arm for key in keys for arm, _ in self._stratum(key)[1]}
         return sorted(found, key=lambda arm: (arm != AR, arm))
 
     def mean(self, arm: str, metric: str, keys: Sequence[tuple[str, ...]]) -> Draws:
         """Mean over all requests of the strata `keys` together. MISSING when there are none or one lacks the arm."""
-        parts = [(n, draws[arm, metric]) for n, draws in (self._strata[key] for key in keys) if (arm, metric) in draws]
+        parts = [(n, draws[arm, metric]) for n, draws in map(self._stratum, keys) if (arm, metric) in draws]
         if not parts or len(parts) < len(keys):
             return MISSING
         total = sum(n for n, _ in parts)
@@ -162,7 +172,8 @@ class Resampler:
 
     def pooled_tau(self, arm: str, keys: Sequence[tuple[str, ...]]) -> Draws:
         """Tokens over rounds of all requests together: the paper's "ratio of the overall tau", never the headline
-        tau."""
+        tau.
+        """
         return ratio(self.mean(arm, "committed", keys), self.mean(arm, "rounds", keys))
 
     def speedup_of_means(self, arm: str, keys: Sequence[tuple[str, ...]]) -> Draws:

@@ -1,7 +1,8 @@
 """How figures look and how they are saved: one place, so that every panel of every figure agrees.
 
 Lines differ by colour, dash and marker, so that they can be told apart in grey. Fonts are embedded as TrueType (Type
-42): publishers refuse matplotlib's default Type 3. Files carry no date, so that a rerun gives the same bytes."""
+42): publishers refuse matplotlib's default Type 3. Files carry no date, so that a rerun gives the same bytes.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +78,8 @@ def draw_line(axes: Axes, x: list[float], estimates: list[Any], label: str, **se
 
 def save(figure: Figure, path: Path) -> Path:
     """Write `figure` to `path` (.pdf or .png) without a date or a version, so that the bytes depend on the data
-    alone."""
+    alone.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     metadata: dict[str, Any] = {"Software": None}
     if path.suffix == ".pdf":

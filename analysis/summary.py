@@ -2,7 +2,8 @@
 
 Per benchmark and length level the arms are ranked by speedup over autoregressive decoding, the autoregressive arm
 among them: where it ranks first, speculation does not pay. Absolute TPOT stands beside every speedup (facts/peers.md
-C.2)."""
+C.2).
+"""
 
 from __future__ import annotations
 
@@ -212,7 +213,8 @@ def _agreement(runs: Runs) -> list[str]:
 
 def plot_run(run_dir: Path | str | Iterable[Path | str], out: Path | str) -> Path:
     """tau (top) and speedup (bottom) over input length, one column per benchmark, with 95% intervals; .png or .pdf by
-    `out`."""
+    `out`.
+    """
     runs = load(run_dir)
     return save(figure_by_length(summarise_runs(runs).rows), Path(out))
 

@@ -140,7 +140,8 @@ def test_not_a_number_names_the_request(tmp_path: Path) -> None:
     used = load(write_run(tmp_path, scripted(n=3))).used
     used.loc[used["arm"] == "fold", "tau"] = [1.0, np.nan, 2.0]
     with pytest.raises(ValueError, match="request t1 of fold"):
-        Resampler(used, CELL)
+        means = Resampler(used, CELL)
+        means.mean("fold", "tau", means.strata())
 
 
 def test_ratio_is_paired(tmp_path: Path) -> None:
