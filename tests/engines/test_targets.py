@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from harness.engines.base import EngineError
 from harness.engines.reference.attention import attend, row_weights
@@ -77,7 +78,10 @@ def test_attention_equals_a_masked_softmax(rows: int, before: int) -> None:
     logits = q @ wide_keys.transpose(1, 2) * 0.3
     hidden = torch.ones(rows, before + rows, dtype=torch.bool).tril(before).logical_not()
     weights = torch.softmax(logits.masked_fill(hidden, float("-inf")), -1)
-    torch.testing.assert_close(attend(q, keys, values, 0.3), weights @ wide_values)
+    for spare in (0, 3, 500):
+        held_keys, held_values = (F.pad(held, (0, 0, 0, spare), value=7.0) for held in (keys, values))
+        got = attend(q, held_keys, held_values, before + rows, 0.3)
+        torch.testing.assert_close(got, weights @ wide_values)
     expected = weights[:, -1].mean(0).float()
     torch.testing.assert_close(row_weights(q[:, -1], keys, 0.3), expected, rtol=1e-4, atol=1e-6)
 

@@ -15,19 +15,21 @@ from torch import Tensor
 
 FEW_ROWS = 32  # rows * group up to about a hundred fit the caches as one product
 BLOCK_ROWS = 128  # prefill rows per product: logits of one block stay in the second-level cache
+SPARE = 8  # a cache that is at least 7/8 full is multiplied whole: a batched product would copy a part of it first
 
 
-def attend(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+def attend(q: Tensor, keys: Tensor, values: Tensor, length: int, scale: float) -> Tensor:
     """Bottom-right causal attention.
 
-    q: [Hq, R, d] rotated queries of the R newest positions, Hq = G * Hkv. keys: [Hkv, N, d] and values: [Hkv, N, dv],
-    the R newest included; row r sees keys 0..N-R+r. Returns [Hq, R, dv] in q's dtype.
+    q: [Hq, R, d] rotated queries of the R newest positions, Hq = G * Hkv. keys: [Hkv, capacity, d] and values: [Hkv,
+    capacity, dv], of which the first ``length`` are held, the R newest included, and the rest is finite; row r sees
+    keys 0..length-R+r. Returns [Hq, R, dv] in q's dtype.
     """
     if q.device.type != "cpu":
-        return _fused(q, keys, values, scale)
+        return _fused(q, keys[:, :length], values[:, :length], scale)
     if q.shape[1] <= FEW_ROWS:
-        return _few_rows(q, keys, values, scale)
-    return _many_rows(q, keys, values, scale)
+        return _few_rows(q, keys, values, length, scale)
+    return _many_rows(q, keys[:, :length], values[:, :length], scale)
 
 
 def row_weights(q: Tensor, keys: Tensor, scale: float) -> Tensor:
@@ -39,16 +41,17 @@ def row_weights(q: Tensor, keys: Tensor, scale: float) -> Tensor:
     return torch.softmax(logits, -1).mean((0, 1))
 
 
-def _few_rows(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+def _few_rows(q: Tensor, keys: Tensor, values: Tensor, length: int, scale: float) -> Tensor:
     heads, rows, dim = q.shape
-    kv_heads, length, _ = keys.shape
+    kv_heads, capacity, _ = keys.shape
+    used = capacity if SPARE * (capacity - length) <= capacity else length
     folded = (q * scale).reshape(kv_heads, -1, dim)
-    # keys @ queries^T streams the keys in their own layout; the small result is cheap to turn around
-    logits = torch.bmm(keys, folded.transpose(1, 2)).transpose(1, 2).contiguous()
+    logits = torch.bmm(folded, keys[:, :used].transpose(1, 2))
+    logits[..., length:] = float("-inf")
     if rows > 1:
-        edge = logits.view(kv_heads, -1, rows, length)[..., length - rows :]
+        edge = logits.view(kv_heads, -1, rows, used)[..., length - rows : length]
         edge += _causal_edge(rows, logits)
-    return torch.bmm(torch.softmax(logits, -1), values).reshape(heads, rows, -1)
+    return torch.bmm(torch.softmax(logits, -1), values[:, :used]).reshape(heads, rows, -1)
 
 
 def _many_rows(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:

@@ -103,8 +103,8 @@ class DenseTarget:
         if capacity > self._capacity:
             shape = (len(self._layers), self._kv_heads, capacity, self._dim)
             self._keys = self._values = torch.empty(0)  # free the old block before taking the new one
-            self._keys = torch.empty(shape, dtype=self.dtype, device=self.device)
-            self._values = torch.empty(shape, dtype=self.dtype, device=self.device)
+            self._keys = torch.zeros(shape, dtype=self.dtype, device=self.device)
+            self._values = torch.zeros(shape, dtype=self.dtype, device=self.device)
             angles = torch.outer(torch.arange(capacity, dtype=torch.float64), self._rope.inv_freq.cpu())
             table = torch.float64 if self.dtype == torch.float64 else torch.float32
             self._cos = (angles.cos() * self._rope.mscale).to(table).to(self.device)
@@ -125,7 +125,7 @@ class DenseTarget:
             q = self._store(
                 index, layer, F.rms_norm(x, (self._hidden,), layer.input_norm, self._eps), cos, sin, start, stop
             )
-            mixed = attend(q, self._keys[index, :, :stop], self._values[index, :, :stop], self._scale)
+            mixed = attend(q, self._keys[index], self._values[index], stop, self._scale)
             x = x + layer.out(mixed.transpose(0, 1).reshape(rows, -1))
             gate, up = layer.gate_up(F.rms_norm(x, (self._hidden,), layer.post_norm, self._eps)).chunk(2, -1)
             x = x + layer.down(F.silu(gate) * up)
