@@ -84,7 +84,9 @@ class InfLLMState:
         self.length = 0
         self.blocks = 0
         exact = compute_dtype(cache.keys.dtype)
-        layers, heads = len(geometry.layers), geometry.q_heads
+        # Sliding layers do not retrieve, so nothing is held for them.
+        self.layers = [index for index, layer in enumerate(geometry.layers) if layer.native_window is None]
+        layers, heads = len(self.layers), geometry.q_heads
         most = max(0, cache.capacity - self.distance - method.initial) // method.block
         self.keys = torch.zeros(layers, most, heads, geometry.head_dim, dtype=exact, device=cache.keys.device)
         # Attention received so far, of the entries from `watched` on: older ones were outside the window from the
@@ -138,7 +140,7 @@ class InfLLMState:
         query = q.to(self.keys.dtype)
         if self.method.rotate_query:
             query = rotate(query, [self.distance - 1] * q.shape[0], self.geometry.rope)
-        scores = self.keys[layer, : self.blocks].flatten(1) @ query.mean(0).flatten()
+        scores = self.keys[self.layers.index(layer), : self.blocks].flatten(1) @ query.mean(0).flatten()
         return sorted(torch.sort(scores, descending=True, stable=True).indices[: self.method.topk].tolist())
 
     def observe(self, layer: int, first: int, weights: Tensor) -> None:
@@ -146,7 +148,7 @@ class InfLLMState:
         round, summed over the block's rows. Every round counts, whatever the target accepts of it."""
         skipped = max(0, self.watched - first)
         start = first + skipped - self.watched
-        self.received[layer, :, start : start + weights.shape[1] - skipped] += weights[:, skipped:]
+        self.received[self.layers.index(layer), :, start : start + weights.shape[1] - skipped] += weights[:, skipped:]
 
     def nbytes(self) -> int:
         """Bytes of representations and received attention."""
@@ -160,12 +162,12 @@ class InfLLMState:
         return self.method.initial + block * self.method.block
 
     def _representation(self, start: int) -> Tensor:
-        """``[L, Hq, d]`` mean key of the entries that received most attention; of all entries for a head that gave
+        """``[L, Hq, d]``: mean key of the entries that received most attention; of all entries for a head that gave
         none.
         """
         end = start + self.method.block
         group = self.geometry.q_heads // self.geometry.kv_heads
-        keys = self.cache.keys[:, :, start:end].to(self.keys.dtype).repeat_interleave(group, 1)
+        keys = self.cache.keys[self.layers, :, start:end].to(self.keys.dtype).repeat_interleave(group, 1)
         got = torch.zeros(keys.shape[:3], dtype=keys.dtype, device=keys.device)
         if end > self.watched:
             inside = max(0, self.watched - start)

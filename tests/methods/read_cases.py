@@ -5,7 +5,9 @@ The expected read of every method comes from ``tests/oracles``: loops in float64
 
 from __future__ import annotations
 
+import itertools
 import math
+import random
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,7 +123,7 @@ def expected(spec: Spec, case: oracle.Case, retrieved: Any = None) -> oracle.Rea
     """The oracle's read of a method, written out from the paper's Appendix B.3 for full and sliding layers."""
     rope, scale, options = ORACLE_ROPES[spec.rope], spec.scale, spec.options
     causal, native, D = spec.causal, spec.native, WINDOW + spec.B
-    trained = dict(block_causal=causal, sliding_window=native)
+    trained = {"block_causal": causal, "sliding_window": native}
     match spec.method:
         case "original":
             return oracle.dflash(case, rope, scale, **trained)
@@ -232,33 +234,37 @@ HEADS = ((2, 2), (8, 2))
 
 
 def matrix(method: str) -> list[Spec]:
-    """Every length with every block size and both head layouts; the other axes are dealt so that each value of each
-    meets most values of the rest (checked in test_dense_read)."""
+    """Every length with every block size and both head layouts. The other axes are dealt pairwise: of forty random
+    deals each point takes the one with most pairs of values not met before, so that nearly all pairs meet
+    (test_dense_read checks)."""
+    chance = random.Random(method)
+    met: set[tuple] = set()
     specs = []
-    for index, (length, B, heads) in enumerate(
-        (length, B, heads) for length in LENGTHS for B in BLOCKS for heads in HEADS
-    ):
+    grid = [*itertools.product(LENGTHS, BLOCKS, HEADS), *itertools.product(LENGTHS[-2:], BLOCKS, HEADS)]
+    for index, (length, B, heads) in enumerate(grid):
         N = length if isinstance(length, int) else WINDOW + B + {"W+B-1": -1, "W+B": 0, "W+B+1": 1}[length]
-        natives = (None, WINDOW, None, WINDOW + B + 3, None, 5)
-        if method == "engine_window":
-            natives = (None, WINDOW, None, WINDOW + B, None, 5)
-        dealt = index * 7 + index // 11
-        options = OPTIONS[method]
-        specs.append(
-            Spec(
-                method,
-                options[(dealt // 2) % len(options)],
-                N,
-                B,
-                heads,
-                list(ROPES)[dealt % len(ROPES)],
-                gain=30.0 if (dealt // 3) % 3 == 0 else 1.0,
-                scale=1.0 if (dealt // 5) % 4 == 0 else 0.25,
-                native=natives[(index + index // 8) % len(natives)],
-                causal=(index + index // 2 + index // 8) % 2 == 1,
-                seed=index,
-            )
-        )
+        wide = WINDOW + B + (0 if method == "engine_window" else 3)
+        deals = []
+        for _ in range(40):
+            dealt = {
+                "option": chance.randrange(len(OPTIONS[method])),
+                "rope": chance.choice(list(ROPES)),
+                "gain": chance.choice((1.0, 30.0)),
+                "scale": chance.choice((0.25, 1.0)),
+                "native": chance.choice((None, None, WINDOW, wide, 5)),
+                "causal": chance.choice((False, True)),
+            }
+            # What a pair of values does shows beyond the window; shorter contexts are dealt for themselves.
+            beyond, full = N > WINDOW + B, dealt["native"] is None
+            place = {"length": length, "B": B, "heads": heads, **dealt}
+            place["native"] = "wide" if dealt["native"] == wide else dealt["native"]
+            new = {(beyond, *pair) for pair in itertools.combinations(place.items(), 2)} - met
+            main = {(beyond, full, *item) for item in dealt.items()} - met
+            deals.append((len(new) + 5 * len(main), len(deals), dealt, new | main))
+        _, _, best, new = max(deals, key=lambda deal: deal[:2])
+        met |= new
+        options = OPTIONS[method][best.pop("option")]
+        specs.append(Spec(method, options, N, B, heads, **best, seed=index))
     return specs
 
 

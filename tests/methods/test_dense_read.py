@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 
 import pytest
 import torch
@@ -11,9 +11,7 @@ from read_cases import (
     HEADS,
     LENGTHS,
     OPTIONS,
-    ORACLE_ROPES,
     ROPES,
-    SINKS,
     WINDOW,
     Spec,
     cmr_choice,
@@ -64,17 +62,19 @@ def test_dense_read_is_the_definition(method):
 @pytest.mark.parametrize("method", METHODS)
 def test_matrix_holds_every_value_of_every_axis(method):
     specs = matrix(method)
-    assert {(s.N, s.B, s.heads) for s in specs} >= {
-        (n, b, h) for n in LENGTHS if isinstance(n, int) for b in BLOCKS for h in HEADS
-    }
-    assert {s.rope for s in specs} == set(ROPES)
-    assert [o for o in OPTIONS[method] if not any(s.options == o for s in specs)] == []
-    for axis in ("gain", "scale", "causal"):
-        assert len({getattr(s, axis) for s in specs}) == 2
-    long = [s for s in specs if s.N > WINDOW + s.B]
-    for rope in ROPES:
-        assert {s.native is None for s in long if s.rope == rope} == {True, False}
-    assert {(s.native is None, s.causal) for s in long} == {(a, b) for a in (True, False) for b in (True, False)}
+    short = [n for n in LENGTHS if isinstance(n, int)]
+    assert {(s.N, s.B, s.heads) for s in specs} >= set(itertools.product(short, BLOCKS, HEADS))
+    assert {(s.N - WINDOW - s.B, s.B) for s in specs} >= set(itertools.product((-1, 0, 1), BLOCKS))
+    for group in (specs, [s for s in specs if s.N > WINDOW + s.B]):
+        options = [OPTIONS[method].index(s.options) for s in group]
+        assert set(options) == set(range(len(OPTIONS[method])))
+        assert {(s.rope, s.native is None) for s in group} == set(itertools.product(ROPES, (True, False)))
+        assert {(s.native is None, s.causal) for s in group} == set(itertools.product((True, False), repeat=2))
+        assert {(s.gain, s.scale) for s in group} == set(itertools.product((1.0, 30.0), (0.25, 1.0)))
+        assert {(i, s.native is None) for i, s in zip(options, group, strict=True)} == set(
+            itertools.product(range(len(OPTIONS[method])), (True, False))
+        )
+        assert {s.native for s in group} >= {None, 5, WINDOW} and any((s.native or 0) >= WINDOW + s.B for s in group)
 
 
 def test_weights_are_the_shares_of_the_output():
