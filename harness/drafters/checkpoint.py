@@ -138,8 +138,8 @@ def _download(get: Callable[..., str], source: str | Path, revision: str | None,
     except Exception as error:  # the Hub client's own, httpx's and the system's errors alike: the user needs one line
         at = f" at revision {revision}" if revision else ""
         where = "in the local Hub cache (offline)" if offline else "on the Hub"
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise DrafterError(f"{source}{at}: could not be read {where}: {reason}") from error
+        reason = " ".join(f"{type(error).__name__} {error}".split())
+        raise DrafterError(f"{source}{at}: not readable {where}; a local folder works too. ({reason})") from error
 
 
 def _read_json(path: Path, where: str) -> Mapping[str, Any]:

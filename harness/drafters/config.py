@@ -36,8 +36,9 @@ class DrafterConfig:
     """A drafter's dimensions and conventions, every default resolved. Sizes count elements; nothing here has a dtype.
 
     ``value_dim`` equals ``head_dim`` in all released families. ``rope`` is the Hugging Face rope dictionary
-    (``rope_type``, ``rope_theta``, ...). ``scale`` is the softmax scale. ``confidence_inputs`` is the input width of
-    DeepSpec's confidence head (0: none); fixed blocks never evaluate it, so its tensors are checked and left alone.
+    (``rope_type``, ``rope_theta``, ...). ``scale`` is the softmax scale. ``num_target_layers`` is None if the
+    checkpoint does not say. ``confidence_inputs`` is the input width of DeepSpec's confidence head (0: none); fixed
+    blocks never evaluate it, so its tensors are checked and left alone.
     """
 
     family: Family
@@ -54,7 +55,7 @@ class DrafterConfig:
     eps: float
     scale: float
     target_layer_ids: tuple[int, ...]
-    num_target_layers: int
+    num_target_layers: int | None
     mask_token_id: int
     vocab: int
     max_positions: int
@@ -91,8 +92,10 @@ class DrafterConfig:
     def check_target(self, layers: int, hidden: int, vocab: int) -> None:
         """Raise ``DrafterError`` unless a target with so many layers, hidden units and tokens can feed this
         drafter."""
-        if layers != self.num_target_layers:
+        if layers != (self.num_target_layers or layers):
             raise DrafterError(f"the drafter needs a target of {self.num_target_layers} layers, this one has {layers}")
+        if max(self.target_layer_ids) >= layers:
+            raise DrafterError(f"the drafter reads layer {max(self.target_layer_ids)} of a target of {layers} layers")
         if hidden != self.hidden:
             raise DrafterError(f"the drafter's hidden size is {self.hidden}, the target's is {hidden}")
         if self.mask_token_id >= vocab:
@@ -200,13 +203,16 @@ def parse_config(raw: Mapping[str, Any], *, where: str = "config.json", block: i
         raise json.error(f"{heads} query heads cannot share {kv_heads} key-value heads")
 
     mask_token_id = json.integer("mask_token_id", least=0)
-    num_target_layers = json.integer("num_target_layers")
+    # z-lab's own code stopped reading this key, so that its newer checkpoints may come without it.
+    known_target = family != "dflash" or json.get("num_target_layers") is not None
+    num_target_layers = json.integer("num_target_layers") if known_target else None
     layers = _layers(json, gemma)
     markov_rank, confidence_inputs = (0, 0) if family == "dflash" else _heads(json, hidden)
     if family != "dflash" and mask_token_id >= vocab:
         raise json.error(f"mask_token_id {mask_token_id} is outside the vocabulary of {vocab}")
 
-    softcap = json.positive("final_logit_softcapping") if json.get("final_logit_softcapping") is not None else None
+    # 0 is z-lab's way to say none.
+    softcap = json.positive("final_logit_softcapping") if json.get("final_logit_softcapping") else None
     return DrafterConfig(
         family=family,
         block=block_size,
@@ -276,16 +282,17 @@ def _layers(json: _Json, gemma: bool) -> tuple[LayerGeometry, ...]:
     )
 
 
-def _target_layer_ids(json: _Json, family: Family, num_target_layers: int, layers: int) -> tuple[int, ...]:
+def _target_layer_ids(json: _Json, family: Family, num_target_layers: int | None, layers: int) -> tuple[int, ...]:
     """The 0-based target layers whose outputs are the features; not necessarily as many as the drafter has layers."""
     ids = json.get("target_layer_ids")
-    if ids is None and family == "dflash":
+    if ids is None and family == "dflash" and num_target_layers is not None:
         ids = list(build_target_layer_ids(num_target_layers, layers))
     if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
         raise json.error(f"target_layer_ids is {ids!r}, expected a list of layer numbers")
     for i in ids:
-        if not 0 <= i < num_target_layers:
-            raise json.error(f"target_layer_ids holds {i}, but the target has layers 0 to {num_target_layers - 1}")
+        if i < 0 or (num_target_layers is not None and i >= num_target_layers):
+            layers_known = "" if num_target_layers is None else f" to {num_target_layers - 1}"
+            raise json.error(f"target_layer_ids holds {i}, but a target's layers are numbered from 0{layers_known}")
     if family != "dflash" and any(a >= b for a, b in pairwise(ids)):
         raise json.error(f"target_layer_ids {ids} must increase")
     return tuple(ids)
@@ -439,5 +446,4 @@ def tensor_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
 
 
 HEAD_TENSORS = ("embed_tokens.weight", "lm_head.weight")
-"""The vocabulary tensors: required in DeepSpec checkpoints, allowed in z-lab ones (then they replace the
-target's)."""
+"""The vocabulary tensors: DeepSpec checkpoints must hold them, z-lab ones may, and then use them, not the target's."""

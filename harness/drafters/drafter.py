@@ -58,8 +58,9 @@ class Drafter:
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
 
         def optional(name: str) -> Tensor | None:
+            # Copied: a tensor of an open safetensors file is a view of the mapped file, which someone may replace.
             tensor = take(name)
-            return None if tensor is None else tensor.to(device=self.device, dtype=dtype)
+            return None if tensor is None else tensor.to(device=self.device, dtype=dtype, copy=True)
 
         def weight(name: str) -> Tensor:
             tensor = optional(name)
@@ -187,7 +188,7 @@ class Drafter:
             raise DrafterError("this drafter has no embedding of its own: bind the target's first")
         config, eps, heads, width = self.config, self._eps, self.config.heads, self.config.head_dim
         normed = heads + config.kv_heads
-        x = self._block.clone()
+        x = self._block  # never written to below, but for the anchor's row here
         x[0] = self._embed_rows(self._embed[anchor])
         for index, layer in enumerate(self._layers):
             h = rms_norm(x, (config.hidden,), layer.input_norm, eps)

@@ -172,6 +172,10 @@ def test_drafting_keys_may_live_at_the_top_level_or_in_dflash_config() -> None:
     assert parse_config(nested) == parse_config(flat) == parse_config(ZLAB)
 
 
+def test_a_head_is_an_even_share_of_the_hidden_units_unless_the_file_says() -> None:
+    assert parse_config(changed(ZLAB, head_dim=None)).head_dim == HIDDEN // 4
+
+
 def test_the_rope_may_be_written_in_the_old_or_the_new_way() -> None:
     new = changed(ZLAB, rope_theta=None, rope_parameters={"rope_theta": 10000.0, "rope_type": "default"})
     by_kind = changed(new, rope_parameters={"full_attention": new["rope_parameters"]})
@@ -183,6 +187,20 @@ def test_the_rope_may_be_written_in_the_old_or_the_new_way() -> None:
         "factor": 2.0,
         "original_max_position_embeddings": 512,
     }
+
+
+def test_a_zlab_softcap_of_zero_is_none() -> None:
+    assert parse_config(changed(ZLAB, final_logit_softcapping=0.0)).softcap is None
+
+
+def test_loaded_weights_outlive_their_file(tmp_path: Path) -> None:
+    """No tensor stays a view of the mapped file, which a training run may be about to replace."""
+    config = parse_config(ZLAB)
+    save_drafter(tmp_path, config, random_tensors(config, 5))
+    drafter = load_drafter(tmp_path, dtype=torch.float32, device="cpu")
+    assert drafter.dtype == torch.float32
+    maps = Path("/proc/self/maps")
+    assert not maps.exists() or str(tmp_path) not in maps.read_text()
 
 
 def test_the_window_survives_what_transformers_would_drop() -> None:
@@ -239,13 +257,17 @@ CONFIG_MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "causality": (changed(ZLAB, is_causal="yes"), "is_causal is 'yes', expected true or false"),
     "layer id beyond the target": (
         changed(ZLAB, dflash_config={"target_layer_ids": [1, 9]}),
-        "target_layer_ids holds 9, but the target has layers 0 to 8",
+        "target_layer_ids holds 9, but a target's layers are numbered from 0 to 8",
     ),
     "negative layer id": (changed(DSPARK, target_layer_ids=[-1, 3]), "target_layer_ids holds -1"),
     "unordered layer ids": (changed(DSPARK, target_layer_ids=[4, 1]), "target_layer_ids [4, 1] must increase"),
     "no layer ids": (changed(DSPARK, target_layer_ids=None), "target_layer_ids is None, expected a list"),
     "layer ids of another type": (changed(DSPARK, target_layer_ids="1,2"), "is '1,2', expected a list"),
-    "no target layers": (changed(ZLAB, num_target_layers=None), "num_target_layers is missing"),
+    "no target layers": (changed(DSPARK, num_target_layers=None), "num_target_layers is missing"),
+    "no way to know the layer ids": (
+        changed(ZLAB, num_target_layers=None, dflash_config={"target_layer_ids": None}),
+        "target_layer_ids is None, expected a list",
+    ),
     "no theta": (changed(ZLAB, rope_theta=None), "rope_theta is None; the file must give a positive one"),
     "two thetas": (
         changed(ZLAB, rope_parameters={"rope_theta": 5.0}),
@@ -297,7 +319,10 @@ def test_the_users_block_must_be_the_checkpoints() -> None:
 def test_the_target_must_be_the_drafters() -> None:
     zlab, deepspec = parse_config(ZLAB), parse_config(DSPARK)
     zlab.check_target(layers=9, hidden=HIDDEN, vocab=VOCAB + 1)  # z-lab borrows the head, whatever its size
+    unsaid = parse_config(changed(ZLAB, num_target_layers=None))
+    unsaid.check_target(layers=7, hidden=HIDDEN, vocab=VOCAB)
     for check, line in [
+        (lambda: unsaid.check_target(6, HIDDEN, VOCAB), "the drafter reads layer 6 of a target of 6 layers"),
         (lambda: zlab.check_target(8, HIDDEN, VOCAB), "the drafter needs a target of 9 layers, this one has 8"),
         (lambda: zlab.check_target(9, 32, VOCAB), "the drafter's hidden size is 24, the target's is 32"),
         (lambda: zlab.check_target(9, HIDDEN, 60), "the drafter's mask token 60 is outside the target's 60 tokens"),
@@ -371,6 +396,10 @@ def test_sharded_checkpoints(tmp_path: Path) -> None:
     assert torch.equal(logits(load_drafter(tmp_path, dtype=torch.float64, device="cpu"), embed), logits(whole, embed))
     (tmp_path / parts[1]).unlink()
     refused(tmp_path, "missing weight file model-2.safetensors")
+    outside = {"weight_map": dict.fromkeys(names, "../other.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(outside))
+    save_file(tensors, tmp_path.parent / "other.safetensors")
+    refused(tmp_path, "missing weight file other.safetensors")
 
 
 def test_a_zlab_checkpoint_may_ship_its_own_head(tmp_path: Path) -> None:
@@ -481,7 +510,7 @@ def test_sources_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(DrafterError) as caught:
         read_config("fold-bench/none", revision="abc", offline=True)
     line = str(caught.value)
-    assert line.startswith("fold-bench/none at revision abc: could not be read in the local Hub cache (offline): ")
+    assert line.startswith("fold-bench/none at revision abc: not readable in the local Hub cache (offline); ")
     assert "\n" not in line
 
 
