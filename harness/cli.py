@@ -110,6 +110,8 @@ def _hydra_as_library(arguments: list[str]) -> Iterator[list[str]]:
     # An option that only some methods have must reach the schema, which knows who has it, instead of stopping Hydra.
     # The same for an option of a benchmark group, whose members have it.
     full = [re.sub(r"^\+{0,2}(method|benchmark)\.", r"++\1.", text) for text in full]
+    # argparse wants all overrides in one place; people write `benchmark=demo_kv -m method=fold,yarn`.
+    full.sort(key=lambda text: "=" in text and not text.startswith("-"))
     with tempfile.TemporaryDirectory(prefix="fold-bench-") as scratch:
         yield [*full, f"hydra.sweep.dir='{scratch}'"] if any(t in ("-m", "--multirun") for t in full) else full
 

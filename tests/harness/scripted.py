@@ -21,6 +21,7 @@ from harness.requests import Request
 BLOCK = 8
 PROPOSALS = 7
 STOP = 2
+KILLED_REQUESTS = 40
 
 
 @dataclass(frozen=True)
@@ -340,7 +341,7 @@ def main() -> None:
 
     from tests.harness.helpers import run_toy
 
-    report = run_toy(Path(sys.argv[1]), Scripted(device=sys.argv[2], sleep=0.004), count=10)
+    report = run_toy(Path(sys.argv[1]), Scripted(device=sys.argv[2], sleep=0.004), count=KILLED_REQUESTS)
     print("done", report.decoded, report.ok, flush=True)
 
 
