@@ -8,17 +8,19 @@ from typing import Any, Optional
 
 @dataclass
 class SourceConfig:
-    """Where a benchmark's data lies on the Hugging Face Hub.
+    """Where (a part of) a benchmark's data lies on the Hugging Face Hub.
 
-    repo: data set id. revision: commit, or a branch name whose commit is then recorded at the first download. files:
-    names inside the repository (a trailing `*` matches shards). sha256: known hashes by file name; the others are
-    recorded when a file is first used and verified from then on. licence, size, gated: what `fold-prep --list` shows.
+    key: which part, where a benchmark has several; the loader knows the names. repo: data set id. revision: commit, or
+    a branch name whose commit is then recorded at the first download. files: patterns of paths in the data set. local:
+    further names that are accepted in a local copy. sha256: known hashes by file name; the others are recorded when a
+    file is first used and verified from then on. licence, size, gated: what `fold-prep --list` shows.
     """
 
+    key: str = ""
     repo: str = ""
     revision: str = "main"
-    repo_type: str = "dataset"
     files: list[str] = field(default_factory=list)
+    local: list[str] = field(default_factory=list)
     sha256: dict[str, str] = field(default_factory=dict)
     licence: str = ""
     size: str = ""

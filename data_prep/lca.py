@@ -11,10 +11,15 @@ too, a BOS counts among the N tokens, ties in distance are broken by path, the t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from data_prep.job import Job, Prompt, Row, at
+from data_prep.rows import read_parquet
+from data_prep.select import NoExamples, PrepError
 from data_prep.tokens import encode_pieces, raw_prefix
+from harness.requests import required_context
 
 MIN_LINES_BEFORE_CUT = 50
 CHOICES = {
@@ -92,6 +97,66 @@ def repository_input(
         else:
             results[length] = (*special, *whole[total - room :])
     return results
+
+
+def prompts(job: Job) -> Iterator[Prompt]:
+    """Every eligible example at every length, in the order of the data set; the first n of each length if n is set.
+
+    options.lengths: tokens of each task. options.lines: "raw" cuts at completion_lines_raw, "sampled" at
+    completion_lines, which holds a sample of at most about ten lines a category and so gives later cuts.
+    Peak memory is that of one example: rows are streamed one by one from files of gigabytes.
+    """
+    options = job.options(lengths={}, lines="raw")
+    config, limit = job.config, job.target.max_context
+    lengths: dict[str, int] = options["lengths"]
+    if options["lines"] not in ("raw", "sampled") or set(config.tasks) - lengths.keys():
+        raise PrepError(
+            f"benchmark {config.name}: options.lines is raw or sampled, options.lengths gives the tokens of every task"
+        )
+    fitting = [task for task in config.tasks if required_context(lengths[task], config.max_new_tokens) <= limit]
+    if not fitting:
+        raise NoExamples(f"{config.name}: no length fits the {limit} tokens of {job.target.name}; leave it out")
+    job.facts["choices"] = {**CHOICES, "cut": f"first {options['lines']} inproject line with index >= 50"}
+    lines = "completion_lines_raw" if options["lines"] == "raw" else "completion_lines"
+    columns = ["repo", "commit_hash", "completion_file", f"{lines}.inproject", "repo_snapshot"]
+
+    taken: Counter[str] = Counter()
+    for file in job.files:
+        for number, values in read_parquet(file.path, columns, batch_size=1):
+            wanted = [task for task in fitting if config.n is None or taken[task] < config.n]
+            if not wanted:
+                return
+            for task in set(config.tasks) - set(fitting):
+                job.counts.exclude(task, f"needs more than {limit} tokens of context")
+            for prompt in _example(job, Row(values, file.path, number), lines, {t: lengths[t] for t in wanted}):
+                taken[prompt.task] += 1
+                yield prompt
+
+
+def _example(job: Job, row: Row, lines: str, lengths: dict[str, int]) -> Iterator[Prompt]:
+    with at(row):
+        path, text = row.values["completion_file"]["filename"], row.values["completion_file"]["content"]
+        uses = row.values[lines]["inproject"] or []
+        names, contents = row.values["repo_snapshot"]["filename"], row.values["repo_snapshot"]["content"]
+        name = f"{row.text('repo')}@{row.text('commit_hash')}:{path}"
+    if not isinstance(path, str) or not isinstance(text, str):
+        raise row.error("completion_file has no name or no content")
+    if len(names) != len(contents):
+        raise row.error(f"repo_snapshot has {len(names)} names and {len(contents)} contents")
+    cut = first_cut(uses, len(text.split("\n")))
+    if cut is None:
+        for task in lengths:
+            job.counts.exclude(task, "no line to cut before")
+        return
+    others = zip(names, contents, strict=True)
+    built = repository_input(job.tokenizer, path, text, cut, others, list(lengths.values()))
+    for task, length in lengths.items():
+        ids = built[length]
+        if isinstance(ids, str):
+            job.counts.exclude(task, ids)
+        else:
+            meta = {"source_id": name, "level": task, "cut_line": cut}
+            yield Prompt(f"{name}@{task}", task, meta, ids=ids)
 
 
 def _with_header(path: str, content: str) -> str:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
 
+from data_prep import gov, infinitebench, lbv2, lca, repobench, speedbench, swebench
 from data_prep.config import BenchmarkConfig
 from data_prep.demo.benchmarks import PYTHON, demo_prompts
-from data_prep.prompt import Prompt
-from data_prep.select import Counts, PrepError, read_exclude_list
-from data_prep.tokens import TargetSpec, encode_chat, encode_pieces, raw_prefix, tokenizer_sha256
+from data_prep.fetch import fetch
+from data_prep.job import Job, Prompt
+from data_prep.select import NoExamples, PrepError, read_exclude_list
+from data_prep.tokens import TargetSpec, encode_chats, encode_pieces, raw_prefix, tokenizer_sha256
 from harness.requests import (
     Request,
     RequestFileError,
@@ -31,30 +33,26 @@ BUILDER_VERSION = 1
 _BATCH = 8
 
 
-@dataclass
-class Preparation:
-    """What a loader gets: the configuration, the target, and where to report facts for the manifest.
-
-    facts: loader's own entries of the manifest (files with hashes, prompt sources, choices).
-    """
-
-    config: BenchmarkConfig
-    tokenizer: Any
-    target: TargetSpec
-    counts: Counts
-    facts: dict[str, Any]
-    source: Path | None
-
-
-def _demo(job: Preparation) -> Iterator[Prompt]:
+def _demo(job: Job) -> Iterator[Prompt]:
     config = job.config
+    job.options()
     job.facts["python"] = PYTHON
     if config.n is None:
         raise PrepError(f"{config.name}: benchmark.n must say how many examples per level to build")
     yield from demo_prompts(config.name, config.levels, config.n, job.tokenizer, job.target)
 
 
-LOADERS: dict[str, Callable[[Preparation], Iterator[Prompt]]] = {"demo": _demo}
+LOADERS: dict[str, Callable[[Job], Iterator[Prompt]]] = {
+    "demo": _demo,
+    "gov": gov.prompts,
+    "lbv2": lbv2.prompts,
+    "infinitebench": infinitebench.prompts,
+    "generated_kv": infinitebench.generated,
+    "lca": lca.prompts,
+    "repobench": repobench.prompts,
+    "swebench": swebench.prompts,
+    "speedbench": speedbench.prompts,
+}
 
 
 def prepare(
@@ -64,11 +62,13 @@ def prepare(
     data_dir: Path | str,
     source: Path | None = None,
     on_request: Callable[[Request], None] | None = None,
+    check_sources: bool = False,
 ) -> Path:
     """Return the benchmark's request file for `target`, building it unless a valid one of the same recipe exists.
 
     tokenizer: a fast `transformers` tokenizer. source: folder with the data set's files instead of the Hub.
-    on_request: called after each request, for progress. Safe to call from several processes at once.
+    on_request: called with each request, for progress. check_sources: also look at the data set's files when the
+    request file exists (they need not be there otherwise). Safe to call from several processes at once.
     Raises PrepError with one line for anything the user can mend; nothing half-written is left behind.
     """
     if benchmark.members:
@@ -79,14 +79,16 @@ def prepare(
     recipe = _recipe(benchmark, tokenizer, target)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(path.with_name(f".{path.name}.lock"))
-        with lock:
-            if not _is_current(path, recipe):
-                _build(path, benchmark, tokenizer, target, recipe, source, on_request)
+        with FileLock(path.with_name(f".{path.name}.lock")):
+            current = _current_manifest(path, recipe)
+            if current is not None and not check_sources:
+                return path
+            files = fetch(benchmark.name, benchmark.sources, source)
+            if current is None or current["sources"] != [file.facts() for file in files]:
+                _build(path, recipe, Job(benchmark, tokenizer, target, files, source), on_request)
     except OSError as error:
-        raise PrepError(
-            f"{error.filename or path}: {error.strerror or error}; choose another data_dir or make room"
-        ) from error
+        where = error.filename or path
+        raise PrepError(f"{where}: {error.strerror or error}; choose another data_dir or make room") from error
     return path
 
 
@@ -137,40 +139,36 @@ def _recipe(benchmark: BenchmarkConfig, tokenizer: Any, target: TargetSpec) -> d
     return recipe
 
 
-def _is_current(path: Path, recipe: dict[str, Any]) -> bool:
+def _current_manifest(path: Path, recipe: dict[str, Any]) -> dict[str, Any] | None:
+    """The manifest of a valid request file of this recipe, else None."""
     try:
         if load_manifest(path).get("recipe") != recipe:
-            return False
-        verify_file(path)
+            return None
+        return verify_file(path)
     except RequestFileError:
-        return False
-    return True
+        return None
 
 
-def _build(
-    path: Path,
-    benchmark: BenchmarkConfig,
-    tokenizer: Any,
-    target: TargetSpec,
-    recipe: dict[str, Any],
-    source: Path | None,
-    on_request: Callable[[Request], None] | None,
-) -> None:
+def _build(path: Path, recipe: dict[str, Any], job: Job, on_request: Callable[[Request], None] | None) -> None:
     for leftover in path.parent.glob(f".{path.name}.*.partial"):
         leftover.unlink(missing_ok=True)  # of a killed preparation; the lock says that nobody is writing it
-    counts = Counts()
-    job = Preparation(benchmark, tokenizer, target, counts, {}, source)
-    manifest: dict[str, Any] = {"recipe": recipe, "benchmark": benchmark.name, "target": target.name}
+    manifest: dict[str, Any] = {
+        "recipe": recipe,
+        "benchmark": job.config.name,
+        "target": job.target.name,
+        "sources": [file.facts() for file in job.files],
+    }
 
     def requests() -> Iterator[Request]:
         for request in _requests(job):
             if on_request is not None:
                 on_request(request)
             yield request
-        if not counts.kept:
-            raise PrepError(f"{benchmark.name}: no example is left for {target.name}: {counts.as_dict()}")
+        if not job.counts.kept:
+            why = "; ".join(f"{task}: {rules['excluded']}" for task, rules in job.counts.as_dict().items())
+            raise NoExamples(f"{job.config.name}: no example is left for {job.target.name} ({why or 'no rows'})")
         # Facts and counts are complete only now; write_requests reads the manifest after the last request.
-        manifest.update(job.facts, counts=counts.as_dict())
+        manifest.update(job.facts, counts=job.counts.as_dict())
 
     try:
         write_requests(path, requests(), manifest)
@@ -178,14 +176,13 @@ def _build(
         raise PrepError(str(error)) from None
 
 
-def _requests(job: Preparation) -> Iterator[Request]:
+def _requests(job: Job) -> Iterator[Request]:
     """Tokenise the loader's prompts in batches and apply the rules that need lengths."""
     config, target, counts = job.config, job.target, job.counts
     excluded = read_exclude_list(config.exclude)
     prompts = LOADERS[config.loader](job)
     while batch := list(islice(prompts, _BATCH)):
-        for prompt, ids in zip(batch, _encode(batch, config.chat, job), strict=True):
-            counts.seen[prompt.task] += 1
+        for prompt, ids in zip(batch, _encode(batch, job), strict=True):
             if prompt.id in excluded or prompt.meta.get("source_id") in excluded:
                 counts.exclude(prompt.task, "exclude list")
             elif required_context(len(ids), config.max_new_tokens) > target.max_context:
@@ -193,18 +190,19 @@ def _requests(job: Preparation) -> Iterator[Request]:
             elif len(ids) < config.min_prompt_tokens:
                 counts.exclude(prompt.task, f"shorter than {config.min_prompt_tokens} tokens")
             else:
-                counts.kept[prompt.task] += 1
+                counts.keep(prompt.task)
                 meta = {"length": len(ids), **prompt.meta}
                 yield Request(prompt.id, config.name, prompt.task, ids, config.max_new_tokens, target.stop_ids, meta)
 
 
-def _encode(batch: list[Prompt], chat: bool, job: Preparation) -> list[tuple[int, ...]]:
-    if chat:
-        return [
-            prompt.ids or tuple(encode_chat(job.tokenizer, prompt.text or "", job.target.chat_template_kwargs))
-            for prompt in batch
-        ]
-    special = raw_prefix(job.tokenizer)
-    texts = [prompt.text for prompt in batch if prompt.ids is None and prompt.text is not None]
-    encoded = iter(encode_pieces(job.tokenizer, texts))
-    return [prompt.ids if prompt.ids is not None else (*special, *next(encoded)) for prompt in batch]
+def _encode(batch: list[Prompt], job: Job) -> list[tuple[int, ...]]:
+    texts = [prompt.text for prompt in batch if prompt.text is not None]
+    try:
+        if job.config.chat:
+            encoded = iter(encode_chats(job.tokenizer, texts, job.target.chat_template_kwargs))
+        else:
+            special = raw_prefix(job.tokenizer)
+            encoded = ([*special, *ids] for ids in encode_pieces(job.tokenizer, texts))
+    except ValueError as error:
+        raise PrepError(f"{job.config.name} for {job.target.name}: {' '.join(str(error).split())}") from None
+    return [prompt.ids if prompt.ids is not None else tuple(next(encoded)) for prompt in batch]

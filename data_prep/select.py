@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-import heapq
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, TypeVar
-
-T = TypeVar("T")
+from typing import Any
 
 
 class PrepError(ValueError):
     """Preparation cannot go on. The message is one line: what, where, what to do. Commands exit with code 2."""
+
+
+class NoExamples(PrepError):
+    """A benchmark has nothing for this target, for example inputs of 180K tokens for a limit of 128K."""
 
 
 def hash_key(example_id: str) -> str:
@@ -21,14 +22,13 @@ def hash_key(example_id: str) -> str:
     return hashlib.sha256(example_id.encode()).hexdigest()
 
 
-def first_by_hash(items: Iterable[T], n: int | None, key: Callable[[T], str]) -> list[T]:
-    """The first n of `items` in hash order of their ids (`key`); all of them, in their own order, for n None.
-
-    Keeps at most n items in memory, so the stream may be larger than memory.
-    """
-    if n is None:
-        return list(items)
-    return heapq.nsmallest(n, items, key=lambda item: hash_key(key(item)))
+def first_by_hash(ids: Iterable[str], n: int | None) -> set[str]:
+    """The first n of `ids` in hash order; all of them for n None. Raises PrepError if an id occurs twice."""
+    every = list(ids)
+    if len(set(every)) != len(every):
+        twice = next(example for example, times in Counter(every).items() if times > 1)
+        raise PrepError(f"id {twice!r} occurs twice in the data set; it is damaged, fetch it again")
+    return set(every if n is None else sorted(every, key=hash_key)[:n])
 
 
 def read_exclude_list(path: str | None) -> frozenset[str]:
@@ -43,12 +43,15 @@ def read_exclude_list(path: str | None) -> frozenset[str]:
 
 
 class Counts:
-    """How many examples of each task were seen, kept, and left out by which rule: what the manifest reports."""
+    """How many examples of each task were kept, and left out by which rule: what the manifest reports."""
 
     def __init__(self) -> None:
-        self.seen: Counter[str] = Counter()
         self.kept: Counter[str] = Counter()
         self.excluded: dict[str, Counter[str]] = {}
+
+    def keep(self, task: str) -> None:
+        """Count one example of `task` as used."""
+        self.kept[task] += 1
 
     def exclude(self, task: str, reason: str, number: int = 1) -> None:
         """Count `number` examples of `task` as left out for `reason`."""
@@ -57,11 +60,9 @@ class Counts:
 
     def as_dict(self) -> dict[str, Any]:
         """{task: {in, kept, excluded: {reason: count}}}, the form in the manifest."""
-        return {
-            task: {
-                "in": self.seen[task],
-                "kept": self.kept[task],
-                "excluded": dict(sorted(self.excluded.get(task, Counter()).items())),
-            }
-            for task in sorted({*self.seen, *self.kept, *self.excluded})
-        }
+        report = {}
+        for task in sorted({*self.kept, *self.excluded}):
+            excluded = dict(sorted(self.excluded.get(task, Counter()).items()))
+            kept = self.kept[task]
+            report[task] = {"in": kept + sum(excluded.values()), "kept": kept, "excluded": excluded}
+        return report

@@ -47,14 +47,16 @@ def raw_prefix(tokenizer: Any) -> list[int]:
     return full[: len(full) - len(bare)]
 
 
-def encode_chat(tokenizer: Any, text: str, template_kwargs: Mapping[str, Any]) -> list[int]:
-    """Ids of `text` as a single user turn, up to and including the header of the assistant's turn.
+def encode_chats(tokenizer: Any, texts: Sequence[str], template_kwargs: Mapping[str, Any]) -> list[list[int]]:
+    """Ids of each text as a single user turn, up to and including the header of the assistant's turn.
 
     The template itself writes the BOS, so it is rendered and tokenised in one step: tokenising the rendered string
-    would add a second one. Raises ValueError if the ids still start with two, or if there is no chat template.
+    would add a second one. Raises ValueError if ids still start with two, or if there is no chat template.
     """
-    ids = tokenizer.apply_chat_template(
-        [{"role": "user", "content": text}],
+    if not texts:
+        return []
+    batch = tokenizer.apply_chat_template(
+        [[{"role": "user", "content": text}] for text in texts],
         tokenize=True,
         add_generation_prompt=True,
         return_dict=False,
@@ -62,9 +64,14 @@ def encode_chat(tokenizer: Any, text: str, template_kwargs: Mapping[str, Any]) -
         **template_kwargs,
     )
     bos = tokenizer.bos_token_id
-    if bos is not None and list(ids[:2]) == [bos, bos]:
+    if bos is not None and any(list(ids[:2]) == [bos, bos] for ids in batch):
         raise ValueError("the chat template of this tokenizer yields two BOS tokens")
-    return list(ids)
+    return [list(ids) for ids in batch]
+
+
+def encode_chat(tokenizer: Any, text: str, template_kwargs: Mapping[str, Any]) -> list[int]:
+    """`encode_chats` of one text."""
+    return encode_chats(tokenizer, [text], template_kwargs)[0]
 
 
 def stop_ids_of(folder: Path, tokenizer: Any) -> tuple[int, ...]:

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.infinitebench import generated_kv
+from data_prep.job import Prompt
 from data_prep.lca import first_cut, repository_input
-from data_prep.prompt import Prompt
 from data_prep.select import PrepError, hash_key
 from data_prep.tokens import TargetSpec, encode_chat, encode_pieces, raw_prefix
 
