@@ -36,11 +36,10 @@ def open_reference(config: RunConfig) -> ReferenceEngine:
     except DrafterError as error:
         raise EngineError(f"drafter {config.drafter.name}: {error}") from None
     target = open_target(Path(config.target.source), dtype, device)
-    if drafter.config.num_target_layers not in (None, target.layers):
-        raise EngineError(
-            f"drafter {config.drafter.name} taps a target of {drafter.config.num_target_layers} layers, "
-            f"{config.target.name} has {target.layers}; they are not a pair"
-        )
+    try:
+        drafter.config.check_target(target.layers, target.embedding.shape[1], target.vocab)
+    except DrafterError as error:
+        raise EngineError(f"drafter {config.drafter.name} and target {config.target.name} are no pair: {error}") from None
     info = EngineInfo(
         name="reference",
         version=f"torch {torch.__version__}",
