@@ -78,6 +78,14 @@ SEVEN_GENERAL_TASKS = ["Gov", "LBv2", "Retr.KV", "En.Sum", "En.QA", "En.MC", "En
 LCA_LENGTHS = ["32K", "64K", "122K", "180K", "240K"]
 SPEED_TIERS = ["1K", "2K", "8K", "16K", "32K"]
 BUCKETS = ["8–16K", "16–32K", "32–64K", "64–128K", "≥128K"]
+# The rows of Table 7.
+TASKS = [
+    *SEVEN_GENERAL_TASKS,
+    *(f"LCA {length}" for length in LCA_LENGTHS),
+    *COLUMNS["RepoBench"],
+    *COLUMNS["SWE-bench"],
+    *(f"SPEED {tier}" for tier in SPEED_TIERS),
+]
 # Groups of Tables 5 and 12.
 ALPHA_GROUPS = {
     "General": SEVEN_GENERAL_TASKS,

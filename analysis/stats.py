@@ -19,7 +19,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -113,41 +113,50 @@ class Resampler:
     def __init__(self, used: pd.DataFrame, by: Sequence[str], metrics: Iterable[str] = METRICS) -> None:
         self.by = list(by)
         self.metrics = list(metrics)
-        self._used = used
-        groups = used.groupby(self.by, observed=True, sort=True).indices if len(used) else {}
-        self._rows = {tuple(map(str, cast("tuple[str, ...]", key))): places for key, places in groups.items()}
+        self.used = used
+        self._rows: dict[tuple[str, ...], list[int]] = {}
+        for place, key in enumerate(zip(*(used[name].astype("str") for name in self.by), strict=True)):
+            self._rows.setdefault(key, []).append(place)
+        identity = zip(*(used[name].astype("str") for name in ("benchmark", "task", "request")), strict=True)
+        self._ids = np.array(["\0".join(parts) for parts in identity], dtype=object)
+        self._arms = used["arm"].astype("str").to_numpy(object)
+        self._values = used[self.metrics].to_numpy(float)
         self._done: dict[tuple[str, ...], tuple[int, dict[tuple[str, str], np.ndarray]]] = {}
 
     def _stratum(self, key: tuple[str, ...]) -> tuple[int, dict[tuple[str, str], np.ndarray]]:
         """Requests of a stratum and, by arm and metric, the draws of the mean; drawn when first asked for."""
         if key not in self._done:
-            self._done[key] = self._resample(key, self._used.iloc[self._rows[key]])
+            self._done[key] = self._resample(key)
         return self._done[key]
 
-    def _resample(self, key: tuple[str, ...], rows: pd.DataFrame) -> tuple[int, dict[tuple[str, str], np.ndarray]]:
-        identity = pd.MultiIndex.from_arrays(
-            [rows["benchmark"].astype("str"), rows["task"].astype("str"), rows["request"]]
-        )
-        twice = pd.MultiIndex.from_arrays([identity, rows["arm"]]).duplicated()
-        if twice.any():
-            raise ValueError(f"request {rows['request'].to_numpy()[twice][0]} counts twice in {' / '.join(key)}")
+    def _resample(self, key: tuple[str, ...]) -> tuple[int, dict[tuple[str, str], np.ndarray]]:
+        rows = np.array(self._rows[key])
         # Sorted by id: the order of lines in the records, or of arms, must not change a digit.
-        codes, ids = pd.factorize(identity, sort=True)
+        ids, codes = np.unique(self._ids[rows], return_inverse=True)
+        names, which = np.unique(self._arms[rows], return_inverse=True)
         n = len(ids)
+        count = np.zeros((n, len(names)), int)
+        np.add.at(count, (codes, which), 1)
+        if (count > 1).any():
+            raise ValueError(
+                f"request {self._request(ids[(count > 1).any(axis=1)][0])} counts twice in {' / '.join(key)}"
+            )
+        cube = np.full((n, len(names), len(self.metrics)), np.nan)
+        cube[codes, which] = self._values[rows]
         # An arm that was not run on all of these requests cannot be compared on them: it is missing here.
-        arms = [str(arm) for arm, count in sorted(rows["arm"].value_counts().items()) if count == n]
-        whole = rows["arm"].isin(arms).to_numpy()
-        codes, rows = codes[whole], rows[whole]
-        places = {arm: place for place, arm in enumerate(arms)}
-        cube = np.full((n, len(arms), len(self.metrics)), np.nan)
-        cube[codes, rows["arm"].map(places).to_numpy(int)] = rows[self.metrics].to_numpy(float)
+        whole = count.all(axis=0)
+        cube, names = cube[:, whole], names[whole]
         for request, arm, metric in np.argwhere(np.isnan(cube)):
-            where = f"request {ids[request][-1]} of {arms[arm]} in {' / '.join(key)}"
+            where = f"request {self._request(ids[request])} of {names[arm]} in {' / '.join(key)}"
             raise ValueError(f"{where} has no {self.metrics[metric]}; it must be left out of every arm")
         columns = cube.reshape(n, -1)
         means = np.concatenate([columns.mean(axis=0)[None], resampled_means(columns, key)])
-        names = [(arm, metric) for arm in arms for metric in self.metrics]
-        return n, dict(zip(names, means.T, strict=True))
+        columns_of = [(str(arm), metric) for arm in names for metric in self.metrics]
+        return n, dict(zip(columns_of, means.T, strict=True))
+
+    @staticmethod
+    def _request(identity: str) -> str:
+        return identity.rsplit("\0", 1)[-1]
 
     def strata(self, **where: Any) -> list[tuple[str, ...]]:
         """Keys of the strata whose `by` columns have these values (a value, or a collection of allowed ones)."""

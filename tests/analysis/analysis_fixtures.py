@@ -37,7 +37,7 @@ def record(
         device_uuid="cpu-0",
         host="h",
         started_at="2026-11-29T23:14:48+00:00",
-        output_ids=list(range(total)),
+        output_ids=[place % 10 for place in range(total)],
         finish="length",
         n_first=1,
         commits=commits,
