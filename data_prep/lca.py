@@ -155,7 +155,7 @@ def _example(job: Job, row: Row, lines: str, lengths: dict[str, int]) -> Iterato
         if isinstance(ids, str):
             job.counts.exclude(task, ids)
         else:
-            meta = {"source_id": name, "level": task, "cut_line": cut}
+            meta = {"source_id": name, "level": f"{length // 1024}K", "cut_line": cut}
             yield Prompt(f"{name}@{task}", task, meta, ids=ids)
 
 

@@ -17,8 +17,8 @@ from typing import Any
 from data_prep.job import Job, Prompt, Row, at
 from data_prep.select import PrepError, first_by_hash
 
-_COMMENT = {"python": "#", "java": "//"}
-_SUFFIX = {"python": ".py", "java": ".java"}
+_COMMENT = {"repobench_python": "#", "repobench_java": "//"}
+_SUFFIX = {"repobench_python": ".py", "repobench_java": ".java"}
 CHOICES = {
     "one example per file": "first in data set order, over the chosen levels",
     "sample": "by level, sha256 order of <repository>/<path>",
@@ -63,7 +63,7 @@ def _select(job: Job, task: str, per_level: int | None) -> dict[str, int]:
     for row in job.rows(["repo_name", "file_path", "level"], key=task):
         level = row.text("level")
         if not row.text("file_path").endswith(_SUFFIX[task]):
-            raise row.error(f"file_path {row.text('file_path')!r} is not {task}")
+            raise row.error(f"file_path {row.text('file_path')!r} is not a {_SUFFIX[task]} file")
         if level not in levels:
             continue
         name = _file_id(row)

@@ -23,7 +23,7 @@ _REMEDY = (
 
 
 def prompts(job: Job) -> Iterator[Prompt]:
-    """First turns, task by task (tiers 1K to 32K, or qualitative), n of each by hash order of question_id."""
+    """First turns, task by task, n of each by hash order of question_id."""
     unresolved = job.options(unresolved="stop")["unresolved"]
     if unresolved not in ("stop", "skip"):
         raise PrepError(f"benchmark.options.unresolved={unresolved}: choose stop or skip")

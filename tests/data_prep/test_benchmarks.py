@@ -299,13 +299,14 @@ def test_lca_errors_name_the_row(build, source) -> None:
 # ---------------------------------------------------------------------------------- RepoBench, SWE-bench, SPEED-Bench
 
 
+RB = ["repobench_python", "repobench_java"]
+
+
 def repobench(**changes: Any) -> BenchmarkConfig:
-    sources = [
-        SourceConfig(key=t, repo=f"o/rb_{t}", files=["data/cross_file_first-*.parquet"]) for t in ("python", "java")
-    ]
+    sources = [SourceConfig(key=t, repo=f"o/{t}", files=["data/cross_file_first-*.parquet"]) for t in RB]
     fields: dict[str, Any] = {
-        "tasks": ["python", "java"], "levels": ["32k", "64k"], "chat": False, "sources": sources,
-        "options": {"sample": {"java": 2}},
+        "tasks": RB, "levels": ["32k", "64k"], "chat": False, "sources": sources,
+        "options": {"sample": {"repobench_java": 2}},
     }  # fmt: skip
     return config("repobench", "repobench", [], **{**fields, **changes})
 
@@ -316,27 +317,29 @@ def test_repobench_layout_levels_one_per_file_and_java_sample(build, source, tok
         repobench_row("a.py", "32k", repo="v/s"), repobench_row("c.py", "64k"),
     ]  # fmt: skip
     java = [repobench_row(f"F{i}.java", "32k" if i < 5 else "64k") for i in range(8)]
-    write_parquet(source / "rb_python" / "data" / "cross_file_first-00000-of-00001.parquet", python, REPOBENCH)
-    write_parquet(source / "java" / "cross_file_first-00000-of-00001.parquet", java, REPOBENCH)
+    write_parquet(source / "repobench_python" / "data" / "cross_file_first-00000-of-00001.parquet", python, REPOBENCH)
+    write_parquet(source / "repobench_java" / "cross_file_first-00000-of-00001.parquet", java, REPOBENCH)
     requests, manifest = build(repobench())
-    assert [r.id for r in requests if r.task == "python"] == ["python/u/r/a.py", "python/v/s/a.py", "python/u/r/c.py"]
+    assert [r.id for r in requests if r.task == "repobench_python"] == [
+        f"{RB[0]}/{n}" for n in ("u/r/a.py", "v/s/a.py", "u/r/c.py")
+    ]
     text = text_of(tokenizer, requests[0])
     assert text == (
         "# Repo Name: u/r\n# Path: b.py\ndef f(): pass\n\n# Path: c.py\ng = 1\n\n# Path: a.py\nfrom b import f\n"
         "x = 1\n\ny = 2\n"
     )
-    sampled = [r.meta["source_id"] for r in requests if r.task == "java"]
+    sampled = [r.meta["source_id"] for r in requests if r.task == "repobench_java"]
     levels = [[f"u/r/F{i}.java" for i in part] for part in (range(5), range(5, 8))]
     expected = [name for names in levels for name in sorted(names, key=hash_key)[:2]]
     assert sorted(sampled) == sorted(expected) and sampled == sorted(sampled)
     assert text_of(tokenizer, requests[-1]).startswith("// Repo Name: u/r\n// Path: b.py\n")
-    assert manifest["counts"]["python"]["excluded"] == {"another example of the same file": 1}
-    assert manifest["counts"]["java"]["excluded"] == {"not in the sample": 4}
+    assert manifest["counts"]["repobench_python"]["excluded"] == {"another example of the same file": 1}
+    assert manifest["counts"]["repobench_java"]["excluded"] == {"not in the sample": 4}
 
 
 def test_repobench_notices_the_other_languages_file(build, source) -> None:
     write_parquet(source / "data" / "cross_file_first-0.parquet", [repobench_row("a.py", "32k")], REPOBENCH)
-    assert "cross_file_first-0.parquet, row 0: file_path 'a.py' is not java" in failure(build, repobench())
+    assert "cross_file_first-0.parquet, row 0: file_path 'a.py' is not a .java file" in failure(build, repobench())
 
 
 def swebench(n: int | None) -> BenchmarkConfig:
