@@ -22,8 +22,8 @@ from torch import Tensor
 from methods.attention import dense_read, query_factors
 from methods.cache import ContextCache, DrafterGeometry
 from methods.reading import (
-    All,
     Branch,
+    Entries,
     Kept,
     Last,
     Method,
@@ -37,10 +37,9 @@ from methods.reading import (
     SlidingGap,
 )
 from methods.rope import Rope, compute_dtype, tables, turn
+from methods.turned import PackedEntries, TurnedWindow
 
 __all__ = ["CachedReader", "ContextCache", "DenseReader", "DrafterGeometry", "Reader", "open_reader"]
-
-SLACK = 256  # entries a turned window grows by before its old end is dropped
 
 
 class Reader(Protocol):
@@ -185,19 +184,20 @@ class CachedReader(_RequestReader):
         self.dtype, self.device = cache.keys.dtype, cache.keys.device
         self.counts |= {"entries_in_context": 0, "entries_read": 0, "far_entries_read": 0}
         # Layers that read at true distances with the same rotary embedding over the same span share a turned window.
-        windows: dict[tuple[int | None, bool], list[int]] = {}
+        windows: dict[tuple[int, bool], list[int]] = {}
         packed = False
         for index, plan in enumerate(self.plans):
             near = next(branch for branch in plan.branches if branch.block)
             if isinstance(near.entries, Retrieved):
                 packed = True
             else:
-                windows.setdefault((_span(near.entries, self.rows), plan.rope is not None), []).append(index)
-        self.windows: dict[int, _TurnedWindow] = {}
+                span = _span(near.entries, self.rows, cache.capacity)
+                windows.setdefault((span, plan.rope is not None), []).append(index)
+        self.windows: dict[int, TurnedWindow] = {}
         for (span, _), layers in windows.items():
-            window = _TurnedWindow(cache, layers, _rope_of(self.plans[layers[0]], geometry.rope), span)
+            window = TurnedWindow(cache, layers, _rope_of(self.plans[layers[0]], geometry.rope), span)
             self.windows |= dict.fromkeys(layers, window)
-        self.packed = _PackedEntries(cache, geometry.rope) if packed else None
+        self.packed = PackedEntries(cache, geometry.rope) if packed else None
         # Raw keys lack the factor that turning gives a key, so the far query carries it twice.
         twice = replace(geometry.rope, mscale=geometry.rope.mscale**2)
         self.far_tables = {
@@ -254,34 +254,30 @@ class CachedReader(_RequestReader):
         masks = sum(mask.nbytes for mask in self.masks.values())
         return super().extra_bytes() + sum(held.values()) + packed + masks
 
-#  # ------------------------------------------------------------------------------------------------ the parts of a
-# read
+    # ---------------------------------------------------------------------------------------- the parts of a read
 
     def _near(self, layer: int, branch: Branch, query: Tensor, kb: Tensor, vb: Tensor) -> list[_Part]:
         """Entries at true distances and the block: turned keys, query turned to its own position."""
         entries, length, rows = branch.entries, self.length, self.rows
         window = self.windows[layer]
         turned = self._fold(turn(query, *window.block_tables))
-        sinks = 0
-        if isinstance(entries, Kept):
+        span, sinks, cut = _span(entries, rows, self.cache.capacity), 0, False
+        count = min(length, span)
+        if isinstance(entries, Recent | Sliding):
+            count = min(length, span - 1)  # what the first row reads, and it reads most
+            cut = length + rows > span
+        elif isinstance(entries, Kept) and length > entries.sinks + entries.recent:
             # Renumbering leaves the recent entries at their true distances from the block and moves the sinks alone.
-            sinks = entries.sinks if length > entries.sinks + entries.recent else 0
-            count = length if length <= entries.sinks + entries.recent else entries.recent
-        elif isinstance(entries, Last):
-            count = min(length, entries.count)
-        else:
-            bound = _span(entries, rows)
-            count = length if bound is None else min(length, bound - 1)
+            sinks, count = entries.sinks, entries.recent
         start, end = length - count, length + rows
         window.block(layer)[:] = turn(kb, *window.block_tables).transpose(0, 1)
         self.cache.values[layer, :, length:end] = vb.transpose(0, 1)
         keys, values = window.view(layer, start, end), self.cache.values[layer, :, start:end]
         self._count(count + sinks, moved=sinks)
 
-        causal = self.geometry.layers[layer].block_causal
-        size = entries.window + rows if isinstance(entries, Recent) else getattr(entries, "size", None)
-        if size is not None and (causal or length + rows > size):
-            parts = [_Part(turned, keys, values, self._near_mask(size, causal)[:, -(count + rows) :])]
+        if cut:
+            mask = self._near_mask(span, self.geometry.layers[layer].block_causal)[:, -(count + rows) :]
+            parts = [_Part(turned, keys, values, mask)]
         else:
             parts = self._context_and_block(turned, keys, values, layer)
         if sinks:
@@ -336,7 +332,7 @@ class CachedReader(_RequestReader):
     def _observe(self, layer: int, near: _Part, lse: Tensor) -> None:
         """Hand the state the weights of the window's entries: their logits again, over the total mass."""
         assert self.state is not None
-        count = near.keys.shape[1] - self.rows
+        count = min(self.length, _span(self.plans[layer].branches[0].entries, self.rows, self.cache.capacity) - 1)
         exact = compute_dtype(self.dtype)
         logits = near.query.to(exact) @ near.keys[:, :count].to(exact).transpose(1, 2) * self.geometry.scale
         if near.mask is not None:
@@ -344,8 +340,7 @@ class CachedReader(_RequestReader):
         weights = torch.exp(logits - lse[..., None]).unflatten(1, (self.rows, self.group)).sum(1)
         self.state.observe(layer, self.length - count, weights.flatten(0, 1))
 
-#  # --------------------------------------------------------------------------------------------------- masks and
-# tables
+    # ------------------------------------------------------------------------------------------- masks and tables
 
     def _context_and_block(self, turned: Tensor, keys: Tensor, values: Tensor, layer: int) -> list[_Part]:
         """Context entries that every row reads, and the block, which alone may need a mask."""
@@ -405,102 +400,9 @@ class CachedReader(_RequestReader):
         self.counts["far_entries_read"] += moved
 
 
-class _TurnedWindow:
-    """Keys of some layers turned to their true positions: the last ``span`` context entries (all without a span), then
-    room for the block's own keys."""
-
-    def __init__(self, cache: ContextCache, layers: list[int], rope: Rope, span: int | None):
-        self.cache = cache
-        self.slot = {layer: index for index, layer in enumerate(layers)}
-        self.layers = layers
-        self.rope = rope
-        self.span = cache.capacity if span is None else min(span, cache.capacity)
-        self.block_rows = cache.geometry.block
-        self.room = min(cache.capacity, self.span + SLACK)
-        shape = (len(layers), cache.geometry.kv_heads, self.room + self.block_rows, cache.geometry.head_dim)
-        self.keys = torch.empty(shape, dtype=cache.keys.dtype, device=cache.keys.device)
-        self.first = self.end = 0  # the context entries held
-
-    def follow(self) -> None:
-        """Turn the entries that the cache has and this window has not, once each."""
-        end = self.cache.length
-        if end - self.first > self.room:
-            first = max(self.first, end - self.span)
-            kept = max(0, self.end - first)
-            self.keys[:, :, :kept] = self.keys[:, :, self.end - self.first - kept : self.end - self.first].clone()
-            self.first, self.end = first, max(first, self.end)
-        for start in range(self.end, end, 1024):  # in pieces, since turning works in float32
-            stop = min(end, start + 1024)
-            raw = self.cache.keys[self.layers, :, start:stop].transpose(1, 2)
-            places = torch.arange(start, stop, device=raw.device)
-            turned = turn(raw, *tables(places, self.rope, raw.dtype, raw.device))
-            self.keys[:, :, start - self.first : stop - self.first] = turned.transpose(1, 2)
-        self.end = end
-        places = torch.arange(end, end + self.block_rows, device=self.keys.device)
-        self.block_tables = tables(places, self.rope, self.keys.dtype, self.keys.device)
-
-    def view(self, layer: int, start: int, end: int) -> Tensor:
-        """``[Hkv, end - start, d]`` turned keys of context positions ``start..end-1``; the block's follow the
-        context's.
-        """
-        return self.keys[self.slot[layer], :, start - self.first : end - self.first]
-
-    def block(self, layer: int) -> Tensor:
-        """``[Hkv, B, d]`` where the block's turned keys go."""
-        return self.view(layer, self.end, self.end + self.block_rows)
-
-
-class _PackedEntries:
-    """Retrieved entries side by side, keys turned to 0..M-1, then room for the block. All layers hold the same
-    entries.
-    """
-
-    def __init__(self, cache: ContextCache, rope: Rope):
-        self.cache = cache
-        self.rope = rope
-        self.held = torch.empty(0, dtype=torch.long, device=cache.keys.device)
-        self.keys = cache.keys.new_empty((*cache.keys.shape[:2], 0, cache.keys.shape[3]))
-        self.values = cache.values.new_empty((*cache.values.shape[:2], 0, cache.values.shape[3]))
-        self.hold(self.held, force=True)
-
-    @property
-    def count(self) -> int:
-        """Entries held, M."""
-        return len(self.held)
-
-    def hold(self, positions: Tensor, force: bool = False) -> None:
-        """Hold these ascending context positions; what already lies in its place is not fetched again."""
-        if positions is self.held and not force:
-            return
-        count, rows = len(positions), self.cache.geometry.block
-        both = min(count, len(self.held))
-        moved = (positions[:both] != self.held[:both]).nonzero()
-        same = int(moved[0]) if len(moved) else both
-        if count + rows > self.keys.shape[2]:
-            self.keys = _grown(self.keys, count + rows + SLACK)
-            self.values = _grown(self.values, count + rows + SLACK)
-        fresh = positions[same:]
-        raw = self.cache.keys[:, :, fresh].transpose(1, 2)
-        device = raw.device
-        turned = turn(raw, *tables(torch.arange(same, count, device=device), self.rope, raw.dtype, device))
-        self.keys[:, :, same:count] = turned.transpose(1, 2)
-        self.values[:, :, same:count] = self.cache.values[:, :, fresh]
-        self.held = positions
-        places = torch.arange(count, count + rows, device=device)
-        self.block_tables = tables(places, self.rope, raw.dtype, device)
-
-
-def _grown(held: Tensor, rows: int) -> Tensor:
-    larger = held.new_empty((*held.shape[:2], rows, held.shape[3]))
-    larger[:, :, : held.shape[2]] = held
-    return larger
-
-
-def _span(entries: object, rows: int) -> int | None:
-    """How far before the block a branch at true distances reaches, in entries; None for everything."""
+def _span(entries: Entries, rows: int, capacity: int) -> int:
+    """How far before the block a branch at true distances reaches, in entries."""
     match entries:
-        case All():
-            return None
         case Recent(window):
             return window + rows
         case Sliding(size):
@@ -509,7 +411,8 @@ def _span(entries: object, rows: int) -> int | None:
             return count
         case Kept(sinks, recent):
             return sinks + recent
-    raise ValueError(f"{entries} is not a span before the block")
+        case _:
+            return capacity
 
 
 def _rope_of(plan: ReadPlan, rope: Rope) -> Rope:

@@ -126,11 +126,10 @@ def yarn_factor(P: int, G: int, Q: int, R: int) -> float:
 def tables(
     positions: Tensor | Sequence[float], rope: Rope, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and signed sines ``[n_pos, 2n]`` of the positions, for :func:`turn`; float64 for float64, else
-    float32.
-    """
+    """Cosines and signed sines ``[n_pos, 1, 2n]`` of the positions, for :func:`turn`; float64 for float64, else
+    float32."""
     where = torch.as_tensor(positions, dtype=torch.float64, device=device)
-    angle = where[:, None] * rope.inv_freq.to(device)
+    angle = where[:, None, None] * rope.inv_freq.to(device)
     cos, sin = torch.cos(angle) * rope.mscale, torch.sin(angle) * rope.mscale
     exact = compute_dtype(dtype)
     return torch.cat((cos, cos), -1).to(exact), torch.cat((-sin, sin), -1).to(exact)
@@ -139,10 +138,11 @@ def tables(
 def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """``x [..., n_pos, H, d]`` rotated by :func:`tables`; computed in the tables' dtype, returned in x's."""
     width = cos.shape[-1]
-    part = x[..., :width].to(cos.dtype)
-    swapped = torch.cat((part[..., width // 2 :], part[..., : width // 2]), -1)
-    turned = torch.addcmul(part * cos[:, None], swapped, sin[:, None]).to(x.dtype)
-    return turned if width == x.shape[-1] else torch.cat((turned, x[..., width:]), -1)
+    if width < x.shape[-1]:
+        return torch.cat((turn(x[..., :width], cos, sin), x[..., width:]), -1)
+    exact = x.to(cos.dtype)
+    swapped = exact.roll(width // 2, -1)  # the other of each pair
+    return torch.addcmul(exact * cos, swapped, sin).to(x.dtype)
 
 
 def rotate(x: Tensor, positions: Tensor | Sequence[float], rope: Rope) -> Tensor:

@@ -114,6 +114,7 @@ def test_defaults_are_the_papers():
     assert make_method("infllm", window=2048) == METHODS["infllm"](2048, 128, 128, 16, 4, True)
     assert make_method("rerope", window=2048) == METHODS["rerope"](2048, 4096, True)
     assert make_method("window", window=2048) == METHODS["window"](2048, "full_attention")
+    assert make_method("rerope", window=1, reference=2).reference == 2  # the least that has a logarithm to divide by
 
 
 def test_layers_of_a_mixed_drafter():
