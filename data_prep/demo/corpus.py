@@ -61,6 +61,9 @@ class Corpus:
         found: dict[str, Path] = {}
         for folder in folders:
             for package in PACKAGES:
+                if not (folder / package).is_dir():
+                    continue
+                check_allowed(folder / package)  # once per package; each file again when it is read
                 for path in sorted((folder / package).rglob("*.py")):
                     name = path.relative_to(folder).as_posix()
                     if 1500 <= path.stat().st_size <= 200_000 and _is_held_out(name) == held_out:
@@ -71,8 +74,6 @@ class Corpus:
                     found.setdefault(name, path)
         if not found:
             raise ForbiddenText(f"no installed package to draw training text from in {', '.join(map(str, folders))}")
-        for path in found.values():
-            check_allowed(path)
         self.names = list(found)
         self._paths = found
         self._code = [name for name in self.names if name.endswith(".py")]

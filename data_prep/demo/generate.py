@@ -300,7 +300,7 @@ class BatchTarget:
                 argmax[row, :prefix] = self.logits(hidden[row - lo]).max(-1).indices  # three times as fast as argmax
             last[part] = hidden[:, -1]
         generator = torch.Generator().manual_seed(seed)
-        alive = torch.arange(rows)
+        alive, done = torch.arange(rows), torch.zeros(rows, dtype=torch.bool)
         sampled = torch.tensor([p.sampled for p in prompts])
         for position in range(prefix, total):
             logits = self.logits(last)
@@ -310,23 +310,22 @@ class BatchTarget:
                 odds = torch.softmax(logits[hot].float().cpu() / TEMPERATURE, dim=-1)
                 choice[hot] = torch.multinomial(odds, 1, generator=generator)[:, 0].to(choice.device)
             tokens[alive, position] = choice
-            ended = (choice == self.eos).cpu()
-            lengths[alive[ended]] = position + 1
-            if bool(ended.any()):
-                keep = (~ended).nonzero()[:, 0]
-                # Moving the cache costs about two steps, so rows are only dropped once many of them have ended.
-                gone = len(alive) - len(keep)
-                if gone == len(alive):
-                    break
-                if gone * 8 >= len(alive) or position == prefix:
-                    alive = alive[keep]
-                    cache = [(k[keep], v[keep]) for k, v in cache]
-                    choice = choice[keep]
+            ending = alive[(choice == self.eos).cpu() & ~done[alive]]
+            lengths[ending] = position + 1
+            done[ending] = True
+            if bool(done.all()):
+                break
+            # Moving the cache costs about two steps, so ended rows are only dropped once there are many of them.
+            keep = (~done[alive]).nonzero()[:, 0]
+            if len(keep) * 8 <= len(alive) * 7:
+                alive, choice = alive[keep], choice[keep]
+                cache = [(k[keep], v[keep]) for k, v in cache]
             hidden, seen = self.forward(choice[:, None], position, cache)
             features[alive, position] = seen[:, 0].cpu()
             last = hidden[:, 0]
         for row in range(rows):
-            features[row, lengths[row] :] = 0
+            for filled in (tokens, argmax, features):
+                filled[row, lengths[row] :] = 0
         return tokens.int().cpu(), argmax.int().cpu(), features, lengths.int()
 
 
@@ -378,7 +377,7 @@ def make_shard(
             "kinds": torch.tensor([KINDS.index(p.kind) for p in prompts], dtype=torch.int32),
         },
         partial,
-        metadata={"prefix": str(prefix), "number": str(number), "seed": str(seed)},
+        metadata={"prefix": str(prefix)},  # one entry alone: safetensors writes several in random order
     )
     with partial.open("rb") as handle:
         os.fsync(handle.fileno())

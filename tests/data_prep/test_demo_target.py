@@ -1,4 +1,4 @@
-"""Fetching and keeping the demo's target: every kind of damage is noticed and mended, every failure is one clear line."""
+"""Fetching and keeping the demo's target: damage is noticed and mended, and every failure is one clear line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tiny Llama in GGUF inside a tiny wheel, for the demo's other tests, and the conversion's own check against transformers."""
+"""A tiny Llama in GGUF inside a tiny wheel for the demo's other tests, and the conversion checked by transformers."""
 
 from __future__ import annotations
 
@@ -185,7 +185,8 @@ def test_converted_tokenizer_splits_digits_and_keeps_special_tokens(converted):
     assert {"2", "0", "4"} <= set(pieces) and "20" not in pieces
     assert tokenizer.encode(text) == ids, "nothing may be put in front of a text"
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 2)
-    chat = tokenizer.apply_chat_template([{"role": "user", "content": "self"}], add_generation_prompt=True, tokenize=False)
+    messages = [{"role": "user", "content": "self"}]
+    chat = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     ids = tokenizer.encode(chat, add_special_tokens=False)
     assert chat == "<|im_start|>user\nself<|im_end|>\n<|im_start|>assistant\n"
     assert ids.count(1) == 2 and ids.count(2) == 1
