@@ -145,6 +145,10 @@ class Data:
         """All requests of a pair, resampled within tasks."""
         return self.source(f"{model}/{drafter}/{sglang}", lambda: self.rows(model, drafter, sglang))
 
+    def by_bucket(self, model: str) -> Source:
+        """All requests of a DFlash pair, resampled within tasks and length buckets (Table 11)."""
+        return self.source(f"buckets {model}", partial(self.rows, model, "DFlash"), ("task", "bucket"))
+
 
 class Source:
     """Means of one pair's arms by task."""
@@ -409,7 +413,7 @@ def table11(data: Data) -> Sheet:
     cells: dict[Key, Estimate | str] = {}
     rows: list[tuple[str, str, Selector]] = []
     for model in ("Llama-3.1-8B", "Qwen3-8B", "Qwen3.5-9B", "Gemma-4-12B"):
-        source = data.source(f"buckets {model}", partial(data.rows, model, "DFlash"), ("task", "bucket"))
+        source = data.by_bucket(model)
         for bucket in paper.BUCKETS:
             tau = {
                 method: source.task(method, "tau", "LBv2", bucket=bucket) for method in ("original", "window", "fold")

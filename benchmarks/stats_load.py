@@ -2,7 +2,7 @@
 
 Bar: at most 10 s on 2 cores and 1 GiB for the process. The records are synthetic, of the paper's pairs, tasks and
 request counts (Table 7) and lengths; nothing but the time and the memory means anything. Run: python
-benchmarks/stats_load.py """
+benchmarks/stats_load.py"""
 
 from __future__ import annotations
 
@@ -52,12 +52,28 @@ def write(folder: Path, rng: np.random.Generator) -> int:
                                 commits.append(min(int(rng.integers(1, 9)), rest))
                                 rest -= commits[-1]
                         record = Record(
-                            run=pair, unit=f"{pair}/vllm/{task}/0of1", order=written, request_id=f"{task}-{i}", benchmark=task,
-                            task=task, prompt_tokens=prompt, prompt_sha256="0" * 64, method=arm, engine="vllm",
-                            device_uuid="GPU-0", host="h", started_at="2026-11-29T00:00:00+00:00", output_ids=ids,
-                            finish="length", n_first=1, commits=commits, proposals=[] if arm == "ar" else [9] * len(commits),
-                            prefill_s=1.0, first_token_s=10.0, last_token_s=10.0 + float(rng.uniform(1, 2)),
-                        )  # fmt: skip
+                            run=pair,
+                            unit=f"{pair}/vllm/{task}/0of1",
+                            order=written,
+                            request_id=f"{task}-{i}",
+                            benchmark=task,
+                            task=task,
+                            prompt_tokens=prompt,
+                            prompt_sha256="0" * 64,
+                            method=arm,
+                            engine="vllm",
+                            device_uuid="GPU-0",
+                            host="h",
+                            started_at="2026-11-29T00:00:00+00:00",
+                            output_ids=ids,
+                            finish="length",
+                            n_first=1,
+                            commits=commits,
+                            proposals=[] if arm == "ar" else [9] * len(commits),
+                            prefill_s=1.0,
+                            first_token_s=10.0,
+                            last_token_s=10.0 + float(rng.uniform(1, 2)),
+                        )
                         out.write(json.dumps(asdict(record)) + "\n")
                         written += 1
                         if written == RECORDS:
@@ -82,8 +98,9 @@ def main() -> int:
     workers = min(len(runs_dirs), len(os.sched_getaffinity(0)))
     peak = (usage[0].ru_maxrss + (workers * usage[1].ru_maxrss if workers > 1 else 0)) / 2**20
     print(
-        f"{count} records, {size:.0f} MB: load {loaded - begin:.1f} s, {len(tables)} tables {done - loaded:.1f} s, together "
-        f"{done - begin:.1f} s of wall clock, {cpu:.1f} s of CPU in this process and {children:.1f} s in readers "
+        f"{count} records, {size:.0f} MB: load {loaded - begin:.1f} s, {len(tables)} tables "
+        f"{done - loaded:.1f} s, together {done - begin:.1f} s of wall clock, {cpu:.1f} s of CPU in this process and "
+        f"{children:.1f} s in readers "
         f"(bar: 10 s on 2 idle cores); peak memory {peak:.2f} GiB (bar: 1)"
     )
     return int(done - begin > 10 or peak > 1)

@@ -1,0 +1,97 @@
+"""Figures and the comparison, from records built to hold the paper's numbers."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import paper_records
+import pytest
+from analysis_fixtures import record, write_run
+
+from analysis.compare import INSIDE, OUTSIDE, _verdict, compare
+from analysis.compare import _main as compare_main
+from analysis.figures import _main, make_figures
+from analysis.load import LoadError, load
+from analysis.stats import Estimate
+
+
+@pytest.fixture(scope="module")
+def run_dirs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return paper_records.main_tables(tmp_path_factory.mktemp("main"))
+
+
+def diagnostics(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [
+        ("Llama-3.1-8B", context, step, part, (1 + place) * context / 1024)
+        for context in (1024, 8192, 131072)
+        for step in ("AR", "SD")
+        for place, part in enumerate(["target attention", "target other", "drafter attention", "sampling"])
+        if step == "SD" or "drafter" not in part
+    ]
+    pd.DataFrame(rows, columns=["model", "context", "step", "part", "ms"]).to_csv(folder / "latency.csv", index=False)
+    rows_ = [
+        (dataset, feature, separation, 0.5 + place / 10 * np.log2(separation) / 16, 0.01)
+        for dataset in ("SPEED-Bench 32K", "LBv2")
+        for place, feature in enumerate(["embeddings", "features"])
+        for separation in (64, 512, 4096, 32768)
+    ]
+    columns = ["dataset", "feature", "separation", "accuracy", "std"]
+    pd.DataFrame(rows_, columns=columns).to_csv(folder / "order_probe.csv", index=False)
+    return folder
+
+
+def test_all_figures_are_reproducible_with_truetype_fonts(run_dirs: list[Path], tmp_path: Path) -> None:
+    folders = [*run_dirs, diagnostics(tmp_path / "diagnostics")]
+    one, two = (make_figures(folders, [1, 3, 5], tmp_path / name) for name in "12")
+    assert [path.name for path in one] == [f"figure{n}{suffix}" for n in (1, 3, 5) for suffix in (".pdf", ".png")]
+    for a, b in zip(one, two, strict=True):
+        content = a.read_bytes()
+        assert content == b.read_bytes()
+        if a.suffix == ".pdf":
+            assert b"/Type3" not in content and b"/CIDFontType2" in content and b"CreationDate" not in content
+
+
+def test_figures_from_records_alone(run_dirs: list[Path], tmp_path: Path) -> None:
+    names = [path.name for path in make_figures(run_dirs, None, tmp_path)]
+    assert names == [f"figure{n}{suffix}" for n in (2, 5, 6) for suffix in (".pdf", ".png")]
+
+
+def test_figures_without_input_say_so(tmp_path: Path) -> None:
+    demo = write_run(tmp_path / "demo", [record("a"), record("a", "fold", commits=[3])])
+    for arguments, words in (
+        ([str(demo)], "paper's pairs"),
+        ([str(demo), "--figures", "1"], "latency.csv"),
+        ([str(demo), "--figures", "4"], "list of numbers"),
+    ):
+        with pytest.raises(LoadError, match=re.escape(words)):
+            _main([*arguments, "--out", str(tmp_path / "out")])
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "latency.csv").write_text("context,ms\n1,2\n")
+    with pytest.raises(LoadError, match="lacks the columns step, part"):
+        make_figures([tmp_path / "d"], [1], tmp_path)
+
+
+def test_comparison_finds_the_paper_inside(
+    run_dirs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    comparison = compare(load(run_dirs), [2, 8])
+    assert len(comparison.cells) == 336 + 126 and set(comparison.cells["verdict"]) == {INSIDE}
+    assert comparison.summary()[0].startswith("Table 2: 336 of 336 cells measured, 336 inside; ratio 1.000")
+    some = [path for path in run_dirs if path.name == "qwen3"]
+    assert compare_main([str(some[0]), "--out", str(tmp_path)]) == 0
+    assert "Table 9: 28 of 28 cells measured, 28 inside" in capsys.readouterr().out
+    text = (tmp_path / "compare.md").read_text()
+    assert "published" in text and "| Qwen3-8B | FOLD | LBv2 | speedup | 4.00× | 4.00 | inside | 1.000 |" in text
+
+
+def test_verdicts() -> None:
+    nan = float("nan")
+    assert _verdict(Estimate(3.0, 2.9, 3.1, 9), "tau", "3.05", 3.05) == (INSIDE, pytest.approx(3 / 3.05))
+    assert _verdict(Estimate(3.0, 2.9, 3.1, 9), "tau", "3.2", 3.2)[0] == OUTSIDE
+    assert _verdict(Estimate(3.004, nan, nan, 9), "tau", "3.00", 3.0)[0] == INSIDE
+    assert _verdict(Estimate(3.006, nan, nan, 1), "tau", "3.00", 3.0)[0] == OUTSIDE
+    assert _verdict("10", "", "10", 10.0)[0] == INSIDE and _verdict(None, "tau", "1", 1.0)[0] == "not measured"
