@@ -316,6 +316,55 @@ def test_export_has_the_format_and_computes_the_same(tmp_path):
     assert [p.name for p in tmp_path.iterdir() if "partial" in p.name] == []
 
 
+class PlainReader:
+    """All context at its true distance, one softmax, in float64: what a block of the trainer reads."""
+
+    def __init__(self, drafter, features: torch.Tensor, theta: float) -> None:
+        self.keys, self.values = drafter.context_kv(features)
+        self.theta = theta
+
+    def turned(self, x: torch.Tensor, start: int) -> torch.Tensor:
+        """x (n, heads, d) rotated as positions start, start + 1, ..."""
+        half = x.shape[-1] // 2
+        steps = self.theta ** (-torch.arange(half, dtype=torch.float64) / half)
+        angles = (start + torch.arange(len(x)))[:, None, None] * steps
+        pairs = torch.complex(x[..., :half].double(), x[..., half:].double())
+        pairs = pairs * torch.polar(torch.ones_like(angles), angles)
+        return torch.cat([pairs.real, pairs.imag], dim=-1)
+
+    def read(self, layer, query, key, value):
+        anchor = self.keys.shape[1]
+        keys = torch.cat([self.turned(self.keys[layer], 0), self.turned(key, anchor)])
+        values = torch.cat([self.values[layer], value]).double()
+        group = query.shape[1] // keys.shape[1]
+        keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+        scores = torch.einsum("qhd,khd->hqk", self.turned(query, anchor), keys) * query.shape[-1] ** -0.5
+        return torch.einsum("hqk,khd->qhd", torch.softmax(scores, -1), values).to(query.dtype)
+
+
+def test_the_harness_drafts_what_the_trainer_does(tmp_path):
+    """The exported checkpoint, read by the benchmark's own loader and forward pass."""
+    from harness.drafters import load_drafter
+
+    drafter = tiny_drafter().float()
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.copy_(parameter.bfloat16())
+        drafter.feature_scale.fill_(1.0)
+    export(drafter, tmp_path)
+    loaded = load_drafter(tmp_path, dtype=torch.float32, device="cpu")
+    table = torch.randn(len(vocabulary()[0]), HIDDEN)
+    loaded.bind(table, table)
+    features = torch.randn(13, len(IDS) * HIDDEN)
+    ids = torch.tensor([77, 0, 0, 0])
+    with torch.no_grad():
+        expected = drafter(features[None], torch.tensor([[13]]), table[ids][None, None])[0, 0]
+        got = loaded.hidden(77, PlainReader(loaded, features, 1e4))
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    tokens = loaded.draft(77, PlainReader(loaded, features, 1e4)).tokens
+    assert tokens == (expected[1:] @ table.T).argmax(-1).tolist()
+
+
 # --- the run --------------------------------------------------------------------------------------------------------
 
 
