@@ -2,8 +2,8 @@
 
     python benchmarks/engine_cpu.py [--contexts 512 4096 7168] [--json results/bench/engine_cpu.json]
 
-Run it on an otherwise idle machine. Steps of the two sides alternate in small groups, so that a slow spell of the machine
-hits both; every figure is a median.
+Run it on an otherwise idle machine. Steps of the two sides alternate in small groups, so that a slow spell of the
+machine hits both; every figure is a median.
 """
 
 from __future__ import annotations
@@ -174,7 +174,10 @@ def measure_methods(target: Target, drafter: Drafter, context: int) -> dict[str,
 
 def measure_memory(context: int, folder: Path) -> dict[str, float]:
     """Peak memory of opening the pair and one FOLD run, over what it must hold; the interpreter and libraries apart."""
+    from transformers import AutoConfig
+
     process = psutil.Process()
+    AutoConfig.from_pretrained(ensure_target())
     torch.ones(64, 64, dtype=torch.bfloat16) @ torch.ones(64, 64, dtype=torch.bfloat16)
     before, peak, stop = process.memory_info().rss, [0], threading.Event()
 

@@ -177,3 +177,24 @@ def test_a_request_beyond_the_targets_positions_is_refused(tmp_path: Path) -> No
     engine, _, _ = open_pair(tmp_path)
     with pytest.raises(EngineError, match="exceed the target's 512 positions"):
         engine.decode(request(500, 48), None)
+
+
+def test_a_prompt_is_prefilled_once_for_all_arms_and_a_shorter_warm_up(tmp_path: Path) -> None:
+    save_target("llama", tmp_path)
+    engine, target, _ = open_pair(tmp_path)
+    fed: list[int] = []
+    forward = target.forward
+
+    def counting(ids: Any, **kwargs: Any) -> Any:
+        fed.append(len(ids) if kwargs.get("last_only") else 0)
+        return forward(ids, **kwargs)
+
+    target.forward = counting  # type: ignore[method-assign]
+    asked = request()
+    for limit, name in ((4, None), (4, "fold"), (48, None), (48, "original"), (48, "fold")):
+        method = None if name is None else make_method(name, **OPTIONS[name])
+        engine.decode(replace(asked, max_new_tokens=limit), method)
+    assert sum(fed) == len(asked.prompt_ids)
+    engine.decode(replace(asked, max_new_tokens=200), None)
+    engine.decode(request(seed=1), None)
+    assert sum(fed) == 3 * len(asked.prompt_ids)

@@ -39,7 +39,8 @@ def open_reference(config: RunConfig) -> ReferenceEngine:
     try:
         drafter.config.check_target(target.layers, target.embedding.shape[1], target.vocab)
     except DrafterError as error:
-        raise EngineError(f"drafter {config.drafter.name} and target {config.target.name} are no pair: {error}") from None
+        names = f"drafter {config.drafter.name} and target {config.target.name}"
+        raise EngineError(f"{names} are no pair: {error}") from None
     info = EngineInfo(
         name="reference",
         version=f"torch {torch.__version__}",

@@ -21,12 +21,17 @@ from harness.requests import Request
 from methods.reader import ContextCache, Reader, open_reader
 from methods.reading import Method, RequestGeometry
 
+LEAST_ROOM = 64  # positions kept free after a prompt, so that a short warm-up's prefill also serves the real decode
+
 
 @dataclass
 class _Prompt:
-    """The request whose prompt is in the caches. context: the drafter's entries, none without a drafter."""
+    """The prompt that is in the caches. room: positions to decode into. context: the drafter's entries, if there is
+    one.
+    """
 
-    request: Request
+    ids: tuple[int, ...]
+    room: int
     first_logits: Tensor
     prefill_s: float
     context: ContextCache | None
@@ -49,6 +54,11 @@ class ReferenceEngine:
             self._taps = tuple(drafter.config.target_layer_ids)
         self._prompt: _Prompt | None = None
 
+    @property
+    def pair(self) -> tuple[Target, Drafter | None]:
+        """The models themselves, bound to each other, for diagnostics that look inside a round."""
+        return self._target, self._drafter
+
     def describe(self, method: Method | None) -> EngineInfo:
         """The resolved configuration of one arm; the drafter's part is empty for the autoregressive one."""
         drafter = {} if method is None else self._info.drafter
@@ -58,10 +68,10 @@ class ReferenceEngine:
         """Decode greedily after prefilling the prompt, unless the last call did so for the same request."""
         prompt = self._prefill(request)
         if method is None:
-            return self._autoregressive(prompt)
+            return self._autoregressive(request, prompt)
         if self._drafter is None or prompt.context is None:
             raise EngineError(f"method {method.name} needs a drafter, and none is loaded")
-        return self._speculative(prompt, method, self._drafter, prompt.context)
+        return self._speculative(request, prompt, method, self._drafter, prompt.context)
 
     @torch.inference_mode()
     def logit_gaps(self, request: Request, output_ids: list[int]) -> list[float]:
@@ -81,9 +91,10 @@ class ReferenceEngine:
 
     @torch.inference_mode()
     def _prefill(self, request: Request) -> _Prompt:
-        if self._prompt is not None and self._prompt.request == request:
-            return self._prompt
-        self._prompt = None
+        held = self._prompt
+        if held is not None and held.room >= request.max_new_tokens and held.ids == request.prompt_ids:
+            return held
+        self._prompt = held = None  # before the caches are overwritten
         target, drafter = self._target, self._drafter
         ids, limit = request.prompt_ids, request.max_new_tokens
         block = 0 if drafter is None else drafter.config.proposals + 1
@@ -94,10 +105,12 @@ class ReferenceEngine:
                 f"exceed the target's {target.max_positions} positions; prepare shorter requests"
             )
         started = time.perf_counter()
-        target.reserve(needed)
+        room = max(limit, LEAST_ROOM)
+        capacity = min(len(ids) + room + block, target.max_positions)
+        target.reserve(capacity)
         context = None
         if drafter is not None:
-            context = ContextCache(drafter.config.geometry(), needed, drafter.dtype, drafter.device)
+            context = ContextCache(drafter.config.geometry(), capacity, drafter.dtype, drafter.device)
         logits = torch.empty(0)
         for start in range(0, len(ids), self._prefill_chunk):
             step = target.forward(ids[start : start + self._prefill_chunk], taps=self._taps, last_only=True)
@@ -105,12 +118,12 @@ class ReferenceEngine:
             if drafter is not None and context is not None and step.features is not None:
                 context.append(*drafter.context_kv(step.features))
         target.mark()
-        self._prompt = _Prompt(request, logits, time.perf_counter() - started, context)
+        self._prompt = _Prompt(ids, capacity - len(ids) - block, logits, time.perf_counter() - started, context)
         return self._prompt
 
     @torch.inference_mode()
-    def _autoregressive(self, prompt: _Prompt) -> Generation:
-        request, target = prompt.request, self._target
+    def _autoregressive(self, request: Request, prompt: _Prompt) -> Generation:
+        target = self._target
         target.rewind()
         output = _best(prompt.first_logits)
         first_s = last_s = time.perf_counter()
@@ -131,8 +144,10 @@ class ReferenceEngine:
         )
 
     @torch.inference_mode()
-    def _speculative(self, prompt: _Prompt, method: Method, drafter: Drafter, context: ContextCache) -> Generation:
-        request, target = prompt.request, self._target
+    def _speculative(
+        self, request: Request, prompt: _Prompt, method: Method, drafter: Drafter, context: ContextCache
+    ) -> Generation:
+        target = self._target
         target.rewind()
         context.crop(len(request.prompt_ids))
         geometry = RequestGeometry(len(request.prompt_ids), request.max_new_tokens, drafter.config.block)
