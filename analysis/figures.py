@@ -20,14 +20,12 @@ from analysis import paper
 from analysis.command import Parser, run_command
 from analysis.load import LoadError, load
 from analysis.stats import Estimate
-from analysis.style import draw_line, look, save, styled
+from analysis.style import GREYS, HATCHES, draw_line, look, save, styled
 from analysis.tables import Data
 
 LATENCY, PROBE = "latency.csv", "order_probe.csv"
 # Middle of each LBv2 bucket on a logarithmic axis, in tokens.
 BUCKET_AT = dict(zip(paper.BUCKETS, (11_585, 23_170, 46_341, 92_682, 185_364), strict=True))
-HATCHES = ["", "///", "...", "xxx", "\\\\\\", "++", "oo"]
-GREYS = ["#404040", "#8c8c8c", "#bdbdbd", "#d9d9d9", "#f2f2f2", "#666666", "#a6a6a6"]
 
 
 def figure1(latency: pd.DataFrame) -> Figure:

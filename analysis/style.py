@@ -33,6 +33,9 @@ STYLE: dict[str, Any] = {
     "lines.linewidth": 1.1,
     "lines.markersize": 3.8,
     "savefig.dpi": 200,
+    # Outlines in SVG, and ids that do not change from run to run.
+    "svg.fonttype": "path",
+    "svg.hashsalt": "fold-bench",
     # A method's name is text, never mathematics: "a_b$" must print as it is.
     "text.parse_math": False,
 }
@@ -56,6 +59,10 @@ _SPARE = [
     ("#8b4513", (0, (1, 2)), "*"),
     ("#000000", "-", "d"),
 ]
+
+# Fills of stacked bars.
+HATCHES = ["", "///", "...", "xxx", "\\\\\\", "++", "oo"]
+GREYS = ["#404040", "#8c8c8c", "#bdbdbd", "#d9d9d9", "#f2f2f2", "#666666", "#a6a6a6"]
 
 
 def styled() -> AbstractContextManager[None]:

@@ -24,11 +24,6 @@ from analysis.style import draw_line, look, save, styled
 from harness.guards import Work, work_flags
 from harness.records import AR
 
-CAPTION = (
-    "tau: mean over requests of tokens per round. Speedup: mean over requests of TPOT(AR)/TPOT [95% interval, paired "
-    "bootstrap over requests]. ~: not distinguishable from the first (the interval of their ratio holds 1)."
-)
-
 
 @dataclass(frozen=True)
 class Row:
@@ -49,18 +44,9 @@ class Row:
     def cells(self) -> list[str]:
         """Printed values from benchmark to speedup; "!" marks an arm with flags."""
         place = f"{self.rank}{'~' if self.tied and self.rank > 1 else ''}"
-        tau = f"{self.tau.value:.2f}"
-        flags = ", ".join(self.flags)
-        return [
-            self.benchmark,
-            self.level,
-            place,
-            self.arm,
-            tau,
-            f"{self.tpot_ms.value:.2f}",
-            self.speedup.text(2, "×"),
-            flags,
-        ]
+        arm = self.arm + (" !" if self.flags else "")
+        numbers = [f"{self.tau.value:.2f}", f"{self.tpot_ms.value:.2f}", self.speedup.text(2, "×")]
+        return [self.benchmark, self.level, place, arm, *numbers]
 
 
 @dataclass
@@ -76,13 +62,16 @@ class Summary:
     notes: list[str] = field(default_factory=list)
     failures: int = 0
 
+    CAPTION = (
+        "tau: mean over requests of tokens per round. Speedup: mean over requests of TPOT(AR)/TPOT [95% interval, "
+        "paired bootstrap over requests]. ~: not distinguishable from the first (the interval of their ratio holds 1)."
+    )
     HEADER = ("benchmark", "length", "#", "method", "tau", "TPOT ms", "speedup [95%]")
 
     def table(self) -> Table:
         """The table for a terminal (rich)."""
-        table = Table(
-            title=self._title(), caption="\n".join([CAPTION, *self.counts, *self.notes]), caption_justify="left"
-        )
+        below = Text("\n".join([self.CAPTION, *self.counts, *self.notes]))
+        table = Table(title=Text(self.title), caption=below, caption_justify="left")
         for name in self.HEADER:
             table.add_column(name, justify="right" if name in ("#", "tau", "TPOT ms") else "left")
         for previous, row in zip([None, *self.rows], self.rows, strict=False):
@@ -102,9 +91,10 @@ class Summary:
         for row in self.rows:
             cells = [cell.replace("|", "\\|") for cell in row.cells()]
             lines.append("| " + " | ".join(f"**{cell}**" if row.rank == 1 and cell else cell for cell in cells) + " |")
-        return "\n".join([*lines, "", *(f"- {line}" for line in [CAPTION, *self.counts, *self.notes]), ""])
+        return "\n".join([*lines, "", *(f"- {line}" for line in [self.CAPTION, *self.counts, *self.notes]), ""])
 
-    def _title(self) -> str:
+    @property
+    def title(self) -> str:
         return "; ".join(dict.fromkeys(f"{row.pair} in {row.engine}" for row in self.rows))
 
 
