@@ -249,12 +249,13 @@ class _UnitRun:
         if self.baseline is None:
             self.baseline, self.device = mine, info.device_uuid
             self.allowed = near_tie_bound(info.dtype) if self.options.max_gap is None else self.options.max_gap
-        trouble = "; ".join(differing_settings(self.baseline, mine))
+        differing = differing_settings(self.baseline, mine)
         if info.device_uuid != self.device:
-            trouble = f"device {self.device}, {info.device_uuid}"
-        trouble = trouble or self.on_arm(arm, info) or ""
+            differing.append(f"device: {self.device}, {info.device_uuid}")
+        trouble = f"runs under other settings than {self.arms[0].name} ({'; '.join(differing)})" if differing else None
+        trouble = trouble or self.on_arm(arm, info)
         if trouble:
-            self.report.refused.append(f"{arm.name} runs under other settings than {self.arms[0].name} ({trouble})")
+            self.report.refused.append(f"{arm.name} {trouble}")
         return not trouble
 
     def _turns(self) -> Iterator[tuple[Request, int]]:

@@ -24,8 +24,9 @@ from harness.records import AR_AGAIN, Record, tau, tpot
 LOG_EVERY = 30.0
 
 
-def open_progress(stream: TextIO = sys.stderr) -> Terminal | Log:
-    """A bar if `stream` is a terminal, else lines."""
+def open_progress() -> Terminal | Log:
+    """A bar if stderr is a terminal, else lines."""
+    stream = sys.stderr
     return Terminal(Console(file=stream)) if stream.isatty() else Log(stream)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -52,9 +53,11 @@ class Job:
 
 def prepare(plan: Plan) -> Job:
     """Find or build what the plan reads. Raises UserError; writes nothing but the cache and missing request files."""
-    config, folder = plan.config, target_folder(plan.config.target)
+    config = plan.config
+    data_dir = Path(config.data_dir).expanduser().absolute() if config.data_dir else default_cache_dir() / "requests"
+    _check_writable("run_dir", plan.run_dir)
+    folder = target_folder(config.target)
     _check_context(config.target, folder)
-    data_dir = Path(config.data_dir).expanduser() if config.data_dir else default_cache_dir() / "requests"
     files = {each.name: _request_file(each, plan, folder, data_dir) for each in plan.benchmarks}
     units = []
     for name, path in files.items():
@@ -91,6 +94,15 @@ def target_folder(target: TargetConfig) -> Path:
         ) from None
 
 
+def _check_writable(key: str, folder: Path) -> None:
+    """Refuse a folder that cannot be made or written, without making it."""
+    parent = next(path for path in (folder, *folder.parents) if path.exists())
+    if not parent.is_dir():
+        raise UserError(f"{folder} cannot be written ({parent} is not a folder); choose another {key}=")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise UserError(f"{folder} cannot be written (no permission in {parent}); choose another {key}=")
+
+
 def _check_context(target: TargetConfig, folder: Path) -> None:
     try:
         config = json.loads((folder / "config.json").read_bytes())
@@ -117,9 +129,9 @@ def _request_file(benchmark: BenchmarkConfig, plan: Plan, folder: Path, data_dir
             verify_file(path)
             if "recipe" not in load_manifest(path):
                 return path  # not made by data_prep: taken as it is
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        if not path.exists():
+            _check_writable("data_dir", path)
+        tokenizer = _tokenizer(folder)
         revision = target.revision or ""
         stops = stop_ids_of(folder, tokenizer)
         spec = TargetSpec(target.name, target.max_context, stops, target.chat_template_kwargs, revision)
@@ -131,6 +143,16 @@ def _request_file(benchmark: BenchmarkConfig, plan: Plan, folder: Path, data_dir
         raise UserError(str(error)) from None
     except OSError as error:
         raise UserError(f"{error.filename or path}: {error.strerror or error}") from None
+
+
+def _tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # transformers raises whatever its file formats raise
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{folder} has no usable tokenizer ({reason}); target.source must be a model folder") from None
 
 
 def _check_requests(path: Path, target: TargetConfig) -> int:
@@ -215,7 +237,7 @@ def _run_units(
         earlier = run_file.content["arms"].setdefault(arm.name, mine)
         run_file.write()
         changed = differing_settings(settings(EngineInfo(**earlier)), settings(info))
-        return f"since this run began, {'; '.join(changed)}: use another run_dir=" if changed else None
+        return f"has changed since this run began ({'; '.join(changed)}): use another run_dir=" if changed else None
 
     config = job.config
     options = Options(config.warmup_tokens, config.drift_requests, config.max_gap)
@@ -261,11 +283,17 @@ def _register(run_file: RunFile, job: Job) -> None:
 
 
 def _conclude(job: Job, reports: list[Report]) -> int:
+    from analysis.load import LoadError
     from analysis.summary import summarise
 
-    summary = summarise(job.plan.run_dir)
-    Console().print(summary.table())
     lines = []
+    try:
+        summary = summarise(job.plan.run_dir)
+        failures = summary.failures
+        Console().print(summary.table())
+    except LoadError as error:  # not one record: what follows says why
+        failures = 1
+        lines.append(f"FAILED {error}")
     for report in reports:
         lines += [f"FAILED {cell}: {reason}" for cell, reason in report.failed.items()]
         lines += [f"REFUSED {arm}" for arm in report.refused]
@@ -276,4 +304,4 @@ def _conclude(job: Job, reports: list[Report]) -> int:
         lines += [skipped] if report.skipped_rounds else []
     for line in lines:
         print(line, file=sys.stderr)
-    return 0 if all(report.ok for report in reports) and not summary.failures else 1
+    return 0 if all(report.ok for report in reports) and not failures else 1

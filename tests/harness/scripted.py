@@ -125,6 +125,13 @@ class Scripted:
         pass
 
 
+class Slow(Scripted):
+    """Slow enough that two processes overlap."""
+
+    def __init__(self) -> None:
+        super().__init__(sleep=0.4)
+
+
 class ArmAfterArm(Scripted):
     """Restarts itself when the arm changes, as vLLM and SGLang do."""
 
