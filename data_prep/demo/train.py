@@ -72,7 +72,7 @@ class Options:
     anchors: int = 32
     lr: float = 1.4e-3
     layers: int = 4
-    block: int = 8
+    block: int = 5
     layer_ids: tuple[int, ...] = (1, 8, 15, 22, 28)
     mask_token_id: int = 16
     held_out_rows: int = 48
@@ -601,6 +601,7 @@ def _parser() -> argparse.ArgumentParser:
         ("sequences", "sequences per step"),
         ("anchors", "blocks per sequence and step"),
         ("layers", "drafter layers"),
+        ("block", "slots of a block, the anchor included"),
         ("seed", "of everything random"),
         ("checkpoint_every", "steps between checkpoints"),
     ):
@@ -621,6 +622,8 @@ def _options(args: argparse.Namespace) -> Options:
     for name in (*positive, "layers", "checkpoint_every", "evaluate_minutes", "lr"):
         if getattr(args, name) is not None and getattr(args, name) <= 0:
             raise TrainError(f"--{name.replace('_', '-')} must be positive")
+    if args.block < 2:
+        raise TrainError("--block must be at least 2: the anchor and one draft")
     device = args.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -632,8 +635,8 @@ def _options(args: argparse.Namespace) -> Options:
         raise TrainError(f"{args.target} holds no model.safetensors: --target wants a folder from ensure_target")
     target = args.target or ensure_target(offline=args.offline)
     work = args.work or default_cache_dir() / "train-drafter"
-    names = ["shards", "rows", "first_shards", "steps_per_shard", "sequences", "anchors", "layers", "seed", "lr"]
-    names += ["checkpoint_every", "evaluate_minutes", "short_blocks", "precision"]
+    names = ["shards", "rows", "first_shards", "steps_per_shard", "sequences", "anchors", "layers", "block"]
+    names += ["seed", "lr", "checkpoint_every", "evaluate_minutes", "short_blocks", "precision"]
     more = {name: getattr(args, name) for name in names}
     return Options(work, target, export=args.export, steps=args.steps, minutes=args.minutes, device=device, **more)
 
