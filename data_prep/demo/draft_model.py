@@ -30,7 +30,7 @@ class DraftConfig:
     num_kv_heads: int = 3
     head_dim: int = 64
     num_layers: int = 4
-    block_size: int = 8
+    block_size: int = 5
     target_layer_ids: tuple[int, ...] = (1, 8, 15, 22, 28)
     num_target_layers: int = 30
     vocab_size: int = 49152
