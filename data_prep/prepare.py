@@ -81,7 +81,7 @@ def prepare(
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(path.with_name(f".{path.name}.lock")):
             current = _current_manifest(path, recipe)
-            if current is not None and not check_sources:
+            if current is not None and not (check_sources and _within_reach(current, source)):
                 return path
             files = fetch(benchmark.name, benchmark.sources, source)
             if current is None or current["sources"] != [file.facts() for file in files]:
@@ -147,6 +147,11 @@ def _current_manifest(path: Path, recipe: dict[str, Any]) -> dict[str, Any] | No
         return verify_file(path)
     except RequestFileError:
         return None
+
+
+def _within_reach(manifest: dict[str, Any], source: Path | None) -> bool:
+    """Whether the data set's files can be looked at again: those of a local copy only if it is given again."""
+    return source is not None or all(file["revision"] != "local" for file in manifest["sources"])
 
 
 def _build(path: Path, recipe: dict[str, Any], job: Job, on_request: Callable[[Request], None] | None) -> None:
