@@ -75,6 +75,10 @@ def prepare(
         raise PrepError(f"benchmark {benchmark.name} is a group; prepare its members: {', '.join(benchmark.members)}")
     if benchmark.loader not in LOADERS:
         raise PrepError(f"benchmark {benchmark.name}: no loader {benchmark.loader!r}; there are {', '.join(LOADERS)}")
+    if not tokenizer.is_fast:
+        raise PrepError(
+            f"target {target.name} has no fast tokenizer (tokenizer.json); give a copy with one: target.source="
+        )
     path = request_path(data_dir, benchmark.name, target.name)
     recipe = _recipe(benchmark, tokenizer, target)
     try:
@@ -142,7 +146,8 @@ def _recipe(benchmark: BenchmarkConfig, tokenizer: Any, target: TargetSpec) -> d
 def _current_manifest(path: Path, recipe: dict[str, Any]) -> dict[str, Any] | None:
     """The manifest of a valid request file of this recipe, else None."""
     try:
-        if load_manifest(path).get("recipe") != recipe:
+        manifest = load_manifest(path)
+        if manifest.get("recipe") != recipe or "sources" not in manifest:
             return None
         return verify_file(path)
     except RequestFileError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import http.client
 import json
 import urllib.request
 from collections.abc import Callable
@@ -141,7 +142,7 @@ def _upstream_file(prompt: UpstreamPrompt, local: Path | None) -> Path:
             content = reply.read()
         cached.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(cached, content)
-    except OSError as error:  # URLError and HTTPError are OSErrors
+    except (OSError, http.client.HTTPException) as error:  # URLError and HTTPError are OSErrors
         raise PrepError(
             f"the official prompt cannot be fetched from {url} ({error}); put the file at {cached}, or into prompts/ "
             "below the source folder"

@@ -42,7 +42,8 @@ def prompts(job: Job) -> Iterator[Prompt]:
             if chosen.get(name) == row.number:
                 meta = {"source_id": name, "level": row.text("level")}
                 with at(row):
-                    yield Prompt(f"{task}/{name}", task, meta, text=layout(row, _COMMENT[task]))
+                    text = layout(row, _COMMENT[task])
+                yield Prompt(f"{task}/{name}", task, meta, text=text)
 
 
 def layout(row: Row, comment: str) -> str:

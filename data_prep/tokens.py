@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from data_prep.select import PrepError
+
 
 @dataclass(frozen=True)
 class TargetSpec:
@@ -36,14 +38,12 @@ def encode_pieces(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
 def raw_prefix(tokenizer: Any) -> list[int]:
     """The ids that this tokenizer puts before plain text: one BOS for Llama and Gemma, nothing for Qwen and SmolLM2.
 
-    Raises ValueError for a tokenizer that also appends something: a completion would then start after an end token.
+    Raises PrepError for a tokenizer that also appends something: a completion would then start after an end token.
     """
     bare = encode_pieces(tokenizer, ["a"])[0]
     full = tokenizer("a")["input_ids"]
     if full[len(full) - len(bare) :] != bare:
-        raise ValueError(
-            "this tokenizer appends special tokens to plain text, so raw completion prompts cannot be built"
-        )
+        raise PrepError("this tokenizer appends special tokens to plain text, so no raw text can be completed with it")
     return full[: len(full) - len(bare)]
 
 
@@ -51,7 +51,7 @@ def encode_chats(tokenizer: Any, texts: Sequence[str], template_kwargs: Mapping[
     """Ids of each text as a single user turn, up to and including the header of the assistant's turn.
 
     The template itself writes the BOS, so it is rendered and tokenised in one step: tokenising the rendered string
-    would add a second one. Raises ValueError if ids still start with two, or if there is no chat template.
+    would add a second one. Raises PrepError if ids still start with two, ValueError if there is no chat template.
     """
     if not texts:
         return []
@@ -65,7 +65,7 @@ def encode_chats(tokenizer: Any, texts: Sequence[str], template_kwargs: Mapping[
     )
     bos = tokenizer.bos_token_id
     if bos is not None and any(list(ids[:2]) == [bos, bos] for ids in batch):
-        raise ValueError("the chat template of this tokenizer yields two BOS tokens")
+        raise PrepError("the chat template of this tokenizer yields two BOS tokens")
     return [list(ids) for ids in batch]
 
 

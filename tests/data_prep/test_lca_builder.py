@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Metaspace
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
 from data_prep.lca import first_cut, repository_input, tree_distance
+from data_prep.select import PrepError
 from data_prep.tokens import raw_prefix
 
 
@@ -76,3 +84,23 @@ def test_pieces_tokenised_alone_equal_the_whole_text(tokenizer) -> None:
     """Joining per-file ids is exact because no merge crosses the newline before a header."""
     ids = repository_input(tokenizer, "pkg/a/new.py", TEXT, 60, FILES, [600])[600]
     assert tokenizer(tokenizer.decode(ids[1:]))["input_ids"] == list(ids)
+
+
+def test_a_tokenizer_that_appends_an_end_token_is_refused(tokenizer) -> None:
+    ending = copy.deepcopy(tokenizer)
+    ending.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    with pytest.raises(PrepError, match="appends special tokens to plain text"):
+        repository_input(ending, "pkg/a/new.py", TEXT, 60, FILES, [600])
+
+
+def test_a_tokenizer_that_marks_word_starts_still_gives_exact_lengths() -> None:
+    """SentencePiece's way: every piece encoded alone starts with a space mark, and a BOS is prepended."""
+    words = Tokenizer(WordLevel({"<s>": 0, "<unk>": 1, "▁x1": 2, "▁=": 3}, unk_token="<unk>"))
+    words.pre_tokenizer = Metaspace()
+    words.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", unk_token="<unk>")
+    for length in (200, 211, 230):
+        ids = repository_input(wrapped, "pkg/a/new.py", TEXT, 60, FILES, [length])[length]
+        assert len(ids) == length and ids[0] == 0 and ids.count(0) == 1
