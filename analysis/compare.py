@@ -67,12 +67,8 @@ def compare(runs: Runs, numbers: Iterable[int] | None = None) -> Comparison:
 
 
 def _cells(sheet: Sheet) -> list[list[object]]:
-    try:
-        published = paper.published(sheet.number)
-    except FileNotFoundError:
-        return []
     rows: list[list[object]] = []
-    for cell in published.to_dict("records"):
+    for cell in paper.published(sheet.number).to_dict("records"):
         key = (cell["group"], cell["row"], cell["column"], cell["metric"])
         ours = sheet.cells.get(key)
         verdict, ratio = _verdict(ours, cell["metric"], cell["printed"], cell["value"])

@@ -53,6 +53,8 @@ class Runs:
         repetition and repetition_ar (share of repeated n-grams; 0 where too few drafts are accepted to matter), round_s
         (seconds by part, summed over rounds), commits and proposals (bytes, one a round).
     excluded: one row per left-out request of a cell: CELL, request, arm (the one to blame), reason.
+    unusable: arms that have not a single good record in a cell: CELL, arm, reason, n (records). They are missing there
+        and do not cost the other arms their requests.
     again: the second autoregressive pass over some requests: REQUEST, arm, order, tpot_ms, tpot_ar_ms, same.
     warmups: rows as they were recorded, never counted.
     agreement: rows of agreement*.jsonl, as written by the harness's output gate.
@@ -61,6 +63,7 @@ class Runs:
 
     used: pd.DataFrame
     excluded: pd.DataFrame
+    unusable: pd.DataFrame
     again: pd.DataFrame
     warmups: pd.DataFrame
     agreement: list[dict[str, Any]] = field(default_factory=list)
@@ -267,11 +270,12 @@ def _pair(table: pd.DataFrame) -> dict[str, pd.DataFrame]:
     _refuse_clashes(table)
     again = table[(table["arm"] == AR_AGAIN) & table["good"]]
     table = table[table["arm"] != AR_AGAIN].drop_duplicates([*REQUEST, "arm"])
+    unusable, table = _unusable(table)
     excluded = _exclusions(table)
     gone = set(excluded[REQUEST].itertuples(index=False, name=None))
     keep = [row not in gone for row in table[REQUEST].itertuples(index=False, name=None)]
     used = table[keep].drop(columns=["error", "reason", "good", "output_ar", "base_ids", "skipped_rounds", "attempt"])
-    return {"used": used, "excluded": excluded, "again": again}
+    return {"used": used, "excluded": excluded, "unusable": unusable, "again": again}
 
 
 def _refuse_clashes(table: pd.DataFrame) -> None:
@@ -282,6 +286,17 @@ def _refuse_clashes(table: pd.DataFrame) -> None:
         first = twice.iloc[0]
         runs = ", ".join(sorted(set(twice["run"].astype(str))))
         raise LoadError(f"request {first['request']} of {first['arm']} is in several runs ({runs}); give one of them")
+
+
+def _unusable(table: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Arms with nothing good in a cell whose baseline is good, and the table without them."""
+    cells = pd.Series(list(table[CELL].itertuples(index=False, name=None)), index=table.index)
+    measured = set(cells[(table["arm"] == AR) & table["good"]])
+    works = set(zip(cells[table["good"]], table.loc[table["good"], "arm"], strict=True))
+    pairs = zip(cells, table["arm"], strict=True)
+    gone = np.array([cell in measured and (cell, arm) not in works for cell, arm in pairs], bool)
+    lost = table[gone].groupby([*CELL, "arm"], observed=True)["reason"].agg(["first", "size"]).reset_index()
+    return lost.rename(columns={"first": "reason", "size": "n"}), table[~gone]
 
 
 def _exclusions(table: pd.DataFrame) -> pd.DataFrame:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pandas as pd
 
+from analysis.load import LoadError
+
 KEYS = ["table", "group", "row", "column", "metric"]
 RESULTS = Path(__file__).resolve().parent.parent / "results" / "paper"
 
@@ -104,9 +106,9 @@ def task_key(name: str) -> str:
 def published(table: int | str, folder: Path = RESULTS) -> pd.DataFrame:
     """The paper's own cells of one table: KEYS, value, low, high (floats, NaN for none), mark, printed (as typed).
 
-    Raises FileNotFoundError when that table was not copied.
+    Raises LoadError when they are not there (an installation without the repository's results/).
     """
-    cells = pd.read_csv(folder / f"table{table}.csv", dtype=str, keep_default_na=False)
+    cells = _read(folder / f"table{table}.csv")
     cells["printed"] = cells["value"]
     for name in ("value", "low", "high"):
         cells[name] = pd.to_numeric(cells[name], errors="coerce")
@@ -115,7 +117,14 @@ def published(table: int | str, folder: Path = RESULTS) -> pd.DataFrame:
 
 def stated(folder: Path = RESULTS) -> pd.DataFrame:
     """Values stated in the text: section, group, row, column, metric, relation, value, low, high, sentence."""
-    cells = pd.read_csv(folder / "text.csv", dtype=str, keep_default_na=False)
+    cells = _read(folder / "text.csv")
     for name in ("value", "low", "high"):
         cells[name] = pd.to_numeric(cells[name], errors="coerce")
     return cells
+
+
+def _read(file: Path) -> pd.DataFrame:
+    try:
+        return pd.read_csv(file, dtype=str, keep_default_na=False)
+    except FileNotFoundError:
+        raise LoadError(f"the paper's numbers ({file.name}) are not installed; run this in a checkout") from None

@@ -40,7 +40,8 @@ table{border-collapse:collapse;font-size:.9rem;width:100%;font-variant-numeric:t
 .6rem; text-align:left;white-space:nowrap;border-bottom:1px solid var(--line)}td.n,th.n{text-align:right}tr.best
 td{background:var(--best);
 font-weight:600}.charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,430px),1fr));gap:.8rem}
-@media(max-width:480px){table{font-size:.8rem}th,td{padding:.2rem .22rem}}figure{margin:0}figure
+@media(max-width:480px){table{font-size:.8rem}th,td{padding:.2rem .22rem}}.charts
+figure{max-width:560px}figure{margin:0}figure
 img{width:100%;height:auto;background:#fff;border-radius:4px}figcaption{font-size:.85rem;color:var(--soft)}
 pre{overflow-x:auto;font-size:.8rem;border:1px solid var(--line);padding:.6rem}.bad{color:#c00000;font-weight:600}
 @media(prefers-color-scheme:dark){.bad{color:#ff8080}}
@@ -82,7 +83,7 @@ def _head(runs: Runs, summary: Summary) -> list[str]:
     if AR in wins:
         verdict += " Where ar ranks first, speculative decoding does not pay."
     status = {str(run.get("status")) for run in runs.provenance.values() if run.get("status")}
-    failed = f'<span class="bad">{summary.failures} requests failed or are missing.</span> ' if summary.failures else ""
+    failed = f'<span class="bad">Failed or missing: {summary.failures}.</span> ' if summary.failures else ""
     state = f"Status: {escape(', '.join(sorted(status)))}. " if status else ""
     return [
         f'<p class="verdict">{escape(verdict)}</p>',
@@ -108,7 +109,7 @@ def _ranking(rows: list[Row]) -> list[str]:
         mine = [row for row in rows if (row.pair, row.engine, row.benchmark, row.level) == group]
         cells = [row.cells() for row in mine]
         shown = [([place, arm, speedup, tau, tpot], place == "1") for _, _, place, arm, tau, tpot, speedup in cells]
-        title = f"{group[2]}, {group[3]} ({mine[0].speedup.n} requests)"
+        title = f"{group[2]}, {group[3]} (n = {mine[0].speedup.n})"
         content.append("".join([f"<div><h3>{escape(title)}</h3>", *_table(header, shown), "</div>"]))
     if not content:
         return []

@@ -41,12 +41,13 @@ class Row:
     tied: bool
     flags: tuple[str, ...]
 
-    def cells(self) -> list[str]:
+    def cells(self, with_pair: bool = False) -> list[str]:
         """Printed values from benchmark to speedup; "!" marks an arm with flags."""
+        benchmark = f"{self.pair} in {self.engine}: {self.benchmark}" if with_pair else self.benchmark
         place = f"{self.rank}{'~' if self.tied and self.rank > 1 else ''}"
         arm = self.arm + (" !" if self.flags else "")
         numbers = [f"{self.tau.value:.2f}", f"{self.tpot_ms.value:.2f}", self.speedup.text(2, "×")]
-        return [self.benchmark, self.level, place, arm, *numbers]
+        return [benchmark, self.level, place, arm, *numbers]
 
 
 @dataclass
@@ -75,10 +76,10 @@ class Summary:
         for name in self.HEADER:
             table.add_column(name, justify="right" if name in ("#", "tau", "TPOT ms") else "left")
         for previous, row in zip([None, *self.rows], self.rows, strict=False):
-            new = previous is None or (previous.benchmark, previous.level) != (row.benchmark, row.level)
+            new = previous is None or previous.cells(True)[:2] != row.cells(True)[:2]
             if new and previous is not None:
                 table.add_section()
-            cells = row.cells()
+            cells = row.cells(self._several)
             shown = cells if new else ["", "", *cells[2:]]
             # Text, not str: a name with brackets is not markup.
             table.add_row(*(Text(cell) for cell in shown), style="bold" if row.rank == 1 else "")
@@ -89,9 +90,13 @@ class Summary:
         header = self.HEADER
         lines = [f"| {' | '.join(header)} |", f"|{'|'.join('---' for _ in header)}|"]
         for row in self.rows:
-            cells = [cell.replace("|", "\\|") for cell in row.cells()]
+            cells = [cell.replace("|", "\\|") for cell in row.cells(self._several)]
             lines.append("| " + " | ".join(f"**{cell}**" if row.rank == 1 and cell else cell for cell in cells) + " |")
         return "\n".join([*lines, "", *(f"- {line}" for line in [self.CAPTION, *self.counts, *self.notes]), ""])
+
+    @property
+    def _several(self) -> bool:
+        return len({(row.pair, row.engine) for row in self.rows}) > 1
 
     @property
     def title(self) -> str:
@@ -161,15 +166,22 @@ def _flags(arm: str, rows: pd.DataFrame) -> tuple[str, ...]:
 def _counts(runs: Runs) -> list[str]:
     used = runs.used[REQUEST].drop_duplicates()
     line = f"Requests used: {len(used)}; left out of every arm: {len(runs.excluded)}"
-    if len(runs.excluded) == 0:
-        return [line + "."]
     reasons = Counter(zip(runs.excluded["reason"], runs.excluded["arm"], strict=True)).most_common()
-    return [line + " (" + "; ".join(f"{n} {reason} in {arm}" for (reason, arm), n in reasons) + ")."]
+    told = f" ({'; '.join(f'{n} {reason} in {arm}' for (reason, arm), n in reasons)})" if reasons else ""
+    return [f"{line}{told}.", *unusable_lines(runs)]
+
+
+def unusable_lines(runs: Runs) -> list[str]:
+    """Arms that did not work at all somewhere, one line each."""
+    return [
+        f"{row['arm']} has no usable record in {row['benchmark']} {row['level']} ({row['n']} tried; {row['reason']})."
+        for row in runs.unusable.to_dict("records")
+    ]
 
 
 def _failures(runs: Runs) -> int:
     # A request without TPOT stopped after its first token: that is a property of the request, not a failure.
-    return int((runs.excluded["reason"] != "no TPOT").sum())
+    return int((runs.excluded["reason"] != "no TPOT").sum() + runs.unusable["n"].sum())
 
 
 def _drift(runs: Runs) -> list[str]:

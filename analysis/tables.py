@@ -24,6 +24,7 @@ from analysis import paper
 from analysis.command import Parser, run_command
 from analysis.load import CELL, LoadError, Runs, length_bucket, load
 from analysis.stats import MISSING, Draws, Estimate, Resampler, average, difference, ratio
+from analysis.summary import unusable_lines
 
 Key = tuple[str, str, str, str]  # group, row, column, metric
 Selector = dict[str, str]
@@ -541,7 +542,7 @@ def footer_lines(runs: Runs) -> list[str]:
     reasons = Counter(runs.excluded["reason"]).most_common()
     left = f" ({'; '.join(f'{n} {reason}' for reason, n in reasons)})" if reasons else ""
     lines = [estimator, f"Requests used: {used:,}; left out of every method: {len(runs.excluded):,}{left}."]
-    return [*lines, *provenance_lines(runs)]
+    return [*lines, *unusable_lines(runs), *provenance_lines(runs)]
 
 
 def provenance_lines(runs: Runs) -> list[str]:

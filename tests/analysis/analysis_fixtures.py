@@ -25,7 +25,7 @@ def record(
     total = 1 + sum(commits)
     base = Record(
         run="run0",
-        unit="u",
+        unit="demo/reference/demo_code/0of1",
         order=0,
         request_id=request,
         benchmark="demo_code",

@@ -13,9 +13,11 @@ from analysis_fixtures import record, write_run
 
 from analysis.compare import INSIDE, OUTSIDE, _verdict, compare
 from analysis.compare import _main as compare_main
-from analysis.figures import _main, make_figures
+from analysis.figures import _main, figure2, figure5, figure6, make_figures
 from analysis.load import LoadError, load
+from analysis.paper import published
 from analysis.stats import Estimate
+from analysis.tables import Data
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +48,8 @@ def diagnostics(folder: Path) -> Path:
 
 def test_all_figures_are_reproducible_with_truetype_fonts(run_dirs: list[Path], tmp_path: Path) -> None:
     folders = [*run_dirs, diagnostics(tmp_path / "diagnostics")]
-    one, two = (make_figures(folders, [1, 3, 5], tmp_path / name) for name in "12")
-    assert [path.name for path in one] == [f"figure{n}{suffix}" for n in (1, 3, 5) for suffix in (".pdf", ".png")]
+    one, two = (make_figures(folders, [1, 2, 3], tmp_path / name) for name in "12")
+    assert [path.name for path in one] == [f"figure{n}{suffix}" for n in (1, 2, 3) for suffix in (".pdf", ".png")]
     for a, b in zip(one, two, strict=True):
         content = a.read_bytes()
         assert content == b.read_bytes()
@@ -58,6 +60,21 @@ def test_all_figures_are_reproducible_with_truetype_fonts(run_dirs: list[Path], 
 def test_figures_from_records_alone(run_dirs: list[Path], tmp_path: Path) -> None:
     names = [path.name for path in make_figures(run_dirs, None, tmp_path)]
     assert names == [f"figure{n}{suffix}" for n in (2, 5, 6) for suffix in (".pdf", ".png")]
+
+
+def test_figures_show_the_values_of_the_records(run_dirs: list[Path]) -> None:
+    data = Data(load(run_dirs))
+    llama = figure2(data).axes[0]
+    speed = next(c for c in llama.containers if c.get_label() == "SPEED-Bench")
+    assert speed.lines[0].get_xdata().tolist() == [8192, 16384, 32768]
+    assert speed.lines[0].get_ydata().tolist() == pytest.approx([2.84, 2.52, 2.07])
+    for figure, metric in ((figure5(data), "speedup"), (figure6(data), "tau")):
+        lines = {c.get_label(): c.lines[0].get_ydata() for c in figure.axes[1].containers}
+        printed = published(2).query("group == 'Qwen3.5-9B' and column == 'LCA'")
+        printed = printed[printed["metric"] == metric]
+        for row in printed.to_dict("records"):
+            assert list(lines[row["row"]][:3]) == pytest.approx([row["value"]] * 3, abs=0.005)
+            assert np.isnan(np.asarray(lines[row["row"]][3:], float)).all()
 
 
 def test_figures_without_input_say_so(tmp_path: Path) -> None:

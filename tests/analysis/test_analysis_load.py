@@ -54,6 +54,21 @@ def test_one_output_token_has_no_tpot(tmp_path: Path) -> None:
     assert runs.excluded[["request", "arm", "reason"]].values.tolist() == [["b", "ar", "no TPOT"]]
 
 
+def test_an_arm_that_never_works_does_not_cost_the_others(tmp_path: Path) -> None:
+    lines = [record(name, method, commits=[2, 2]) for name in "abc" for method in ("ar", "fold", "window")]
+    for line in lines:
+        if line["method"] == "window":
+            line |= {"error": "out of memory", "output_ids": [], "commits": [], "n_first": 0}
+    runs = load(write_run(tmp_path / "1", lines))
+    assert runs.arms() == ["ar", "fold"] and len(runs.excluded) == 0 and len(runs.used) == 6
+    assert runs.unusable[["arm", "reason", "n"]].values.tolist() == [["window", "failed: out of memory", 3]]
+    for line in lines:
+        if line["method"] == "ar":
+            line |= {"error": "out of memory", "output_ids": [], "commits": [], "n_first": 0}
+    runs = load(write_run(tmp_path / "2", lines))
+    assert len(runs.used) == 0 and set(runs.excluded["arm"]) == {"ar"} and len(runs.excluded) == 3
+
+
 def test_retry_replaces_a_failure_but_not_a_good_record(tmp_path: Path) -> None:
     good = record("a", "fold", commits=[4])
     lines = [

@@ -92,7 +92,7 @@ def test_page_is_whole_and_self_contained(tmp_path: Path) -> None:
     assert "<script" not in page and "http:" not in re.sub(r"base64,[^\"]+", "", page)
     text = unescape(re.sub(r"<[^>]+>", " ", page))
     for words in (
-        "fold is fastest in 6 of 6 groups", "1 requests failed or are missing", "EngineError: out of memory & more",
+        "fold is fastest in 6 of 6 groups", "Failed or missing: 1.", "EngineError: out of memory & more",
         "Outputs identical to AR", "pooled τ", "A CPU <b>", "torch 2.13.0", "commit 0123456789", "run.json of run0",
     ):  # fmt: skip
         assert words in text, words

@@ -12,7 +12,7 @@ from analysis_fixtures import record, write_run
 from scipy.stats import bootstrap
 
 from analysis.load import CELL, load
-from analysis.stats import MISSING, SEED, Resampler, average, difference, ratio, resampled_means
+from analysis.stats import MISSING, SEED, Resampler, average, difference, ratio, resampled_means, tail_percent
 
 
 def scripted(n: int = 30, task: str = "t", seed: int = 0, methods: tuple[str, ...] = ("fold", "window")) -> list[dict]:
@@ -92,7 +92,14 @@ def test_interval_equals_scipy_on_one_task(tmp_path: Path) -> None:
 
     def scipy_interval(values: np.ndarray) -> tuple[float, float]:
         rng = np.random.default_rng([SEED, zlib.crc32("\0".join(key).encode())])
-        result = bootstrap((values,), np.mean, n_resamples=2000, method="percentile", rng=rng)
+        result = bootstrap(
+            (values,),
+            np.mean,
+            n_resamples=2000,
+            method="percentile",
+            rng=rng,
+            confidence_level=1 - 0.02 * tail_percent(40, 1),
+        )
         return result.confidence_interval.low, result.confidence_interval.high
 
     for metric in ("tau", "speedup"):
@@ -114,7 +121,14 @@ def test_stratified_interval_agrees_with_scipy(tmp_path: Path) -> None:
     def mean_of_means(*parts: np.ndarray, axis: int) -> np.ndarray:
         return np.mean([part.mean(axis=axis) for part in parts], axis=0)
 
-    result = bootstrap(samples, mean_of_means, n_resamples=20000, method="percentile", rng=1).confidence_interval
+    result = bootstrap(
+        samples,
+        mean_of_means,
+        n_resamples=20000,
+        method="percentile",
+        rng=1,
+        confidence_level=1 - 0.02 * tail_percent(75, 2),
+    ).confidence_interval
     width = result.high - result.low
     assert abs(ours.low - result.low) < 0.05 * width and abs(ours.high - result.high) < 0.05 * width
 
@@ -134,6 +148,11 @@ def test_no_interval_for_constants_one_request_and_missing(tmp_path: Path) -> No
     assert means.mean("yarn", "tau", keys) is MISSING
     assert MISSING.estimate().text() == "–" and np.isnan(average([MISSING]).values[0])
     assert np.isnan(average([means.mean("fold", "tau", keys), MISSING]).values[0])
+
+
+def test_tail_is_the_paper_s_for_many_requests_and_further_out_for_few() -> None:
+    assert tail_percent(100_000, 1) == pytest.approx(2.5, abs=0.001) and tail_percent(300, 1) > 2.35
+    assert tail_percent(8, 1) < 1 and tail_percent(2, 1) == pytest.approx(0, abs=1e-9)
 
 
 def test_not_a_number_names_the_request(tmp_path: Path) -> None:

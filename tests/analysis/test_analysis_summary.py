@@ -41,7 +41,7 @@ def test_ranked_by_level(tmp_path: Path) -> None:
     text = render(summary.table())
     assert "demo_code" in text and "1.00×" in text and "Requests used: 24" in text
     markdown = summary.markdown()
-    assert markdown.count("\n| ") >= 6 and "**fold**" in markdown
+    assert markdown.count("\n| ") >= 6 and "**fold" in markdown
 
 
 def test_ar_can_win(tmp_path: Path) -> None:
@@ -70,6 +70,23 @@ def test_drift_and_failures(tmp_path: Path) -> None:
     summary = summarise(write_run(tmp_path, records))
     assert summary.failures == 1 and "1 failed: boom in fold" in summary.counts[0]
     assert any("first pass over second pass: 1.000" in note for note in summary.notes)
+
+
+def test_an_arm_that_never_works_is_told_and_counts_as_failures(tmp_path: Path) -> None:
+    records = lines()
+    for line in records:
+        if line["method"] == "original":
+            line["error"] = "no memory"
+    summary = summarise(write_run(tmp_path, records))
+    assert summary.failures == 24 and {row.arm for row in summary.rows} == {"fold", "ar"}
+    assert "original has no usable record in demo_code 1K (12 tried; failed: no memory)." in summary.counts
+
+
+def test_several_pairs_are_told_apart(tmp_path: Path) -> None:
+    one = write_run(tmp_path / "1", lines(3))
+    two = write_run(tmp_path / "2", [{**line, "run": "run1", "unit": "other/reference/x/0of1"} for line in lines(3)])
+    summary = summarise([one, two])
+    assert "other in reference: demo_code" in render(summary.table()) and "other in reference" in summary.markdown()
 
 
 def test_odd_names_one_request_and_all_failed(tmp_path: Path) -> None:
