@@ -146,7 +146,7 @@ class Drafter:
         """
         config, n, layers = self.config, len(features), len(self._layers)
         groups = layers if config.k_eq_v else 2 * layers
-        context = rms_norm(self._fc(features), self._hidden_norm.shape, self._hidden_norm, self._eps)
+        context = self.context_features(features)
         heads = self._context(context).view(n, groups, config.kv_heads, config.head_dim).transpose(0, 1)
         keys = rms_norm(heads[:layers], (config.head_dim,), None, self._eps)
         if config.k_eq_v:
@@ -155,6 +155,10 @@ class Drafter:
         if self._gemma:
             values = rms_norm(values, (config.head_dim,), None, self._eps)
         return keys * self._key_norms, values
+
+    def context_features(self, features: Tensor) -> Tensor:
+        """The paper's context features c_j [n, H] of ``n`` positions (section 3.1), from target features [n, F * H]."""
+        return rms_norm(self._fc(features), self._hidden_norm.shape, self._hidden_norm, self._eps)
 
     def draft(self, anchor: int, reader: Reader) -> Proposal:
         """Propose K tokens after ``anchor``, the last committed token, greedily.
