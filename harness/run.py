@@ -17,6 +17,7 @@ from data_prep.config import BenchmarkConfig
 from data_prep.demo.target import TargetUnavailable, default_cache_dir, ensure_target, target_fingerprint
 from harness.bench import Arm, Options, Report, Unit, arms_of, run_unit
 from harness.config import Plan, RunConfig, TargetConfig, UserError, make_arms
+from harness.drafters import DrafterError, read_config
 from harness.engines.base import EngineError, EngineInfo
 from harness.guards import differing_settings, settings
 from harness.progress import open_progress
@@ -57,12 +58,12 @@ def prepare(plan: Plan) -> Job:
     data_dir = Path(config.data_dir).expanduser().absolute() if config.data_dir else default_cache_dir() / "requests"
     _check_writable("run_dir", plan.run_dir)
     folder = target_folder(config.target)
-    _check_context(config.target, folder)
+    _check_pair(config, folder)
     files = {each.name: _request_file(each, plan, folder, data_dir) for each in plan.benchmarks}
     units = []
     for name, path in files.items():
         count = _check_requests(path, config.target)
-        units.append(Unit(config.drafter.name, config.engine.name, name, _reader(path), count))
+        units.append(Unit(config.drafter.name, config.engine.name, name, _reader(path), count, *plan.shard))
     local = replace(
         config,
         target=replace(config.target, source=str(folder)),
@@ -103,16 +104,25 @@ def _check_writable(key: str, folder: Path) -> None:
         raise UserError(f"{folder} cannot be written (no permission in {parent}); choose another {key}=")
 
 
-def _check_context(target: TargetConfig, folder: Path) -> None:
+def _check_pair(config: RunConfig, folder: Path) -> None:
+    """Compare the target's config.json with what is configured and with what its drafter was made for."""
+    target, drafter = config.target, config.drafter
     try:
-        config = json.loads((folder / "config.json").read_bytes())
+        declared = json.loads((folder / "config.json").read_bytes())
     except (OSError, ValueError) as error:
         raise UserError(
             f"{folder / 'config.json'} is unreadable ({error}); target.source must be a model folder"
         ) from None
-    positions = config.get("text_config", config).get("max_position_embeddings")
+    text = declared.get("text_config", declared)
+    positions = text.get("max_position_embeddings")
     if isinstance(positions, int) and target.max_context > positions:
         raise UserError(f"target.max_context={target.max_context}: the checkpoint has {positions} positions")
+    if {"num_hidden_layers", "hidden_size", "vocab_size"} <= text.keys():
+        try:
+            made_for = read_config(drafter.folder_or_id, revision=drafter.revision)
+            made_for.check_target(text["num_hidden_layers"], text["hidden_size"], text["vocab_size"])
+        except DrafterError as error:
+            raise UserError(f"drafter {drafter.name} does not fit target {target.name}: {error}") from None
 
 
 def _request_file(benchmark: BenchmarkConfig, plan: Plan, folder: Path, data_dir: Path) -> Path:
@@ -201,7 +211,7 @@ def execute(job: Job, argv: Sequence[str]) -> int:
             raise UserError(f"{error.filename or plan.run_dir}: {error.strerror}; choose another run_dir=") from None
         except RecordError as error:
             raise UserError(str(error)) from None
-        print(f"run: {plan.run_dir}", file=sys.stderr, flush=True)
+        _announce(job)
         reports: list[Report] = []
         status, engine_s = "failed", 0.0
         try:
@@ -210,7 +220,7 @@ def execute(job: Job, argv: Sequence[str]) -> int:
         except RecordError as error:
             print(f"fold-bench: {error}", file=sys.stderr)
             return 1
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, SystemExit):  # the latter is how a preempted job leaves
             status = "interrupted"
             raise
         finally:
@@ -224,6 +234,19 @@ def execute(job: Job, argv: Sequence[str]) -> int:
                 harness_share=round(1 - engine_s / wall, 4),
             )
     return _conclude(job, reports)
+
+
+def _announce(job: Job) -> None:
+    """Say where the run is written, the sizes that are easily confused, and what the context rule has left out."""
+    drafter, out = job.config.drafter, [f"run: {job.plan.run_dir}"]
+    sizes = f"B = {drafter.block} block positions, K = {drafter.proposals} proposals, W = {drafter.window} entries"
+    out.append(f"pair: {job.config.target.name} with {drafter.name} ({sizes})")
+    for name, path in job.files.items():
+        for task, count in load_manifest(path).get("counts", {}).items():
+            gone = ", ".join(f"{number} {reason}" for reason, number in count["excluded"].items())
+            if gone:
+                out.append(f"{name}: {count['kept']} of {count['in']} examples of {task} used; excluded: {gone}")
+    print("\n".join(out), file=sys.stderr, flush=True)
 
 
 def _run_units(

@@ -96,6 +96,8 @@ def toy_pair(folder: Path, count: int = 4) -> list[str]:
     return [
         f"target.source={folder / 'target'}",
         f"drafter.source={folder / 'drafter'}",
+        f"drafter.block={BLOCK}",
+        "drafter.window=256",
         f"data_dir={folder / 'data'}",
         "benchmark=demo_code",
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
@@ -275,6 +276,15 @@ def test_a_target_folder_without_configuration(
     assert "config.json is unreadable" in one_line(capsys)
 
 
+def test_a_target_that_the_drafter_was_not_made_for(
+    pair: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = {"max_position_embeddings": 8192, "num_hidden_layers": 12, "hidden_size": 24, "vocab_size": 61}
+    (tmp_path / "pair" / "target" / "config.json").write_text(json.dumps(other))
+    assert main(pair) == 2
+    assert "drafter demo does not fit target demo: the drafter was made for a target of 9 layers" in one_line(capsys)
+
+
 def test_a_hub_that_cannot_be_reached(
     pair: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,7 +294,8 @@ def test_a_hub_that_cannot_be_reached(
         raise OSError("no route\nto host")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
-    assert main([*pair[1:], "target.source=owner/gated", "target.revision=abc"]) == 2
+    rest = [text for text in pair if "target.source" not in text]
+    assert main([*rest, "target.source=owner/gated", "target.revision=abc"]) == 2
     said = one_line(capsys)
     assert "owner/gated at abc cannot be fetched (no route to host)" in said and "target.source=<folder>" in said
 
@@ -292,7 +303,7 @@ def test_a_hub_that_cannot_be_reached(
 def test_check_accepts_the_toy_pair(pair: list[str]) -> None:
     assert check(plan(*pair)) is None
     with pytest.raises(UserError):
-        check(plan(*pair, "drafter.block=9"))
+        check(plan(*(text for text in pair if "block" not in text), "drafter.block=9"))
 
 
 def test_all_names_of_the_tree_are_their_files() -> None:

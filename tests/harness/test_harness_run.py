@@ -60,6 +60,7 @@ def test_a_run_writes_records_run_json_and_a_table(
     for text in ("demo_code", "original", "window", "fold", "ar", "1.00×"):
         assert text in said.out
     assert f"run: {run_dir(tmp_path)}" in said.err
+    assert "B = 8 block positions, K = 7 proposals, W = 256 entries" in said.err
     assert len(records(run_dir(tmp_path))) == 4 * 4 + 3
 
     begun, ended = written_first[0], run_json(tmp_path)
@@ -104,7 +105,8 @@ def test_starting_again_continues_and_keeps_both_starts(
     (run_dir(tmp_path) / RECORDS).unlink()
     use(monkeypatch, scripted.Scripted(chunk=512))
     assert main(pair) == 1
-    assert "ar has changed since this run began (prefill_chunk: 8192, 512): use another run_dir=" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "ar has changed since this run began (prefill_chunk: 8192, 512): use another run_dir=" in said
 
 
 @pytest.mark.parametrize(
