@@ -21,7 +21,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from harness.config import Plan, UserError, check, resolve, unknown_option
+from harness.config import Plan, UserError, check, expand, resolve, unknown_option
 
 # Hydra's options that print something and run nothing.
 _INFORMS = re.compile(r"(-h|--help|--hydra-help|--version|-c|--cfg|-i|--info|-sc|--shell-completion)")
@@ -40,6 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: list[str]) -> int:
+    if any(re.match(r"[+~]*slurm[=.@]", text) for text in arguments):
+        raise UserError("slurm= is an option of fold-submit, which runs the same units as jobs; fold-bench runs here")
     plans = compose_plans(arguments)
     if plans is None:
         return OK
@@ -72,7 +74,10 @@ def compose_plans(arguments: list[str]) -> list[Plan] | None:
     def collect(cfg: DictConfig) -> None:
         overrides = [str(text) for text in HydraConfig.get().overrides.task]
         try:
-            plans.append(resolve(cfg, overrides, _compose, _note if sweep else None))
+            runs = expand(cfg, overrides, _compose)
+            if not runs:
+                raise UserError("the experiment has no part of that model")
+            plans.extend(resolve(each, its, _compose, _note if sweep else None) for each, its in runs)
         except UserError as error:
             troubles.append(UserError(f"{' '.join(overrides)}: {error}") if sweep else error)
 
@@ -105,8 +110,9 @@ def _hydra_as_library(arguments: list[str]) -> Iterator[list[str]]:
     for text in arguments:
         if re.match(r"[+~]*hydra\.(run|sweep)\.", text):
             raise UserError(f"{text} has no effect here: give run_dir= to say where a run is written")
-    # `model` is not in the defaults list, so that a run without one is the demo; the plus is easily forgotten.
-    full = [re.sub(r"^model=", "+model=", text) for text in arguments]
+    # `model` and `experiment` are not in the defaults list, so that a run without one is the demo; the plus is easily
+    # forgotten.
+    full = [re.sub(r"^(model|experiment)=", r"+\1=", text) for text in arguments]
     # An option that only some methods have must reach the schema, which knows who has it, instead of stopping Hydra.
     # The same for an option of a benchmark group, whose members have it.
     full = [re.sub(r"^\+{0,2}(method|benchmark)\.", r"++\1.", text) for text in full]

@@ -22,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from data_prep.config import BenchmarkConfig
 from harness.records import AR
+from slurm.config import SlurmConfig
 
 PACKAGED = "pkg://"
 ENGINES = ("reference", "vllm", "sglang")
@@ -104,6 +105,8 @@ class RunConfig:
     warmup_tokens: int = 16
     drift_requests: int = 3
     max_gap: Optional[float] = None  # noqa: UP045
+    parts: list[Any] = field(default_factory=list)
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
 
 
 @dataclass(frozen=True)
@@ -116,16 +119,22 @@ class ArmSpec:
 
 @dataclass(frozen=True)
 class Plan:
-    """A typed run. arms: as asked for, so AR, which always runs, need not be there. benchmarks: groups expanded."""
+    """A typed run. arms: as asked for, so AR, which always runs, need not be there. benchmarks: groups expanded.
+
+    overrides: what Hydra composed it from. shard: (k, n) for the k-th of n parts of each request file; the parts are
+    one run, so it decides nothing of what is measured.
+    """
 
     config: RunConfig
     arms: tuple[ArmSpec, ...]
     benchmarks: tuple[BenchmarkConfig, ...]
+    overrides: tuple[str, ...] = ()
+    shard: tuple[int, int] = (0, 1)
 
     def resolved(self) -> dict[str, Any]:
         """All that decides what is measured, as JSON values: where it is written and read from is left out."""
         config = asdict(self.config)
-        for key in ("run_dir", "data_dir", "source_dir", "method", "methods", "benchmark"):
+        for key in ("run_dir", "data_dir", "source_dir", "method", "methods", "benchmark", "parts", "slurm"):
             del config[key]
         config["arms"] = [asdict(arm) for arm in self.arms]
         config["benchmarks"] = [asdict(benchmark) for benchmark in self.benchmarks]
@@ -196,7 +205,29 @@ def resolve(
     benchmarks = tuple(_member(composed, name) for name in members) or (config.benchmark,)
     if not all(benchmark.name for benchmark in benchmarks):
         raise UserError("no benchmark is chosen; give benchmark=<name>, fold-bench --help lists them")
-    return Plan(config, arms, benchmarks)
+    return Plan(config, arms, benchmarks, tuple(overrides))
+
+
+def expand(cfg: DictConfig, overrides: Sequence[str], compose: Compose) -> list[tuple[DictConfig, list[str]]]:
+    """The runs that a configuration stands for, each with its overrides: itself, or what an experiment's parts compose.
+
+    A part is a list of overrides (conf/experiment/*.yaml), which may name another experiment. The command line's own
+    are added to each part and win; a model on the command line keeps only the parts of that model.
+    """
+    parts = [[str(text) for text in part] for part in OmegaConf.to_container(cfg).get("parts") or []]  # type: ignore[union-attr]
+    if not parts:
+        return [(cfg, list(overrides))]
+    mine = [text for text in overrides if not re.match(r"[+]*(experiment|model)=", text)]
+    chosen = [text for text in overrides if re.match(r"[+]*model=", text)]
+    models = {text.partition("=")[2] for text in chosen}
+    runs: list[tuple[DictConfig, list[str]]] = []
+    for part in parts:
+        nested = any(text.startswith("+experiment=") for text in part)
+        of = {text.partition("=")[2] for text in part if text.startswith("+model=")}
+        if nested or not models or models == of:
+            its = [*part, *(chosen if nested else []), *mine]
+            runs += expand(compose(its), its, compose)
+    return runs
 
 
 def _member_overrides(members: Iterable[str], overrides: Sequence[str]) -> list[str]:
@@ -285,8 +316,11 @@ def _method_names(config: RunConfig, overrides: Sequence[str], valid: list[str])
 # has
 
 
-def check(plan: Plan) -> None:
-    """Refuse, before any model loads, what cannot run: options, engine, device, a block size the drafter lacks."""
+def check(plan: Plan, here: bool = True) -> None:
+    """Refuse, before any model loads, what cannot run: options, engine, device, a block size the drafter lacks.
+
+    here: whether it is this machine that will run it; a login node has neither the GPU nor, maybe, the engine.
+    """
     config = plan.config
     target, drafter, engine = config.target, config.drafter, config.engine
     _positive(
@@ -311,7 +345,8 @@ def check(plan: Plan) -> None:
     if drafter.target != target.name:
         raise UserError(f"drafter {drafter.name} was trained for target {drafter.target}, not {target.name}; set both")
     make_arms(plan.arms)
-    _check_engine(engine, target)
+    if here:
+        _check_engine(engine, target)
     _check_block(drafter)
 
 

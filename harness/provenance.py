@@ -43,7 +43,9 @@ _GPU_FIELDS = [
     "clocks_throttle_reasons.active",
 ]  # fmt: skip
 PACKAGE_ROOT = Path(__file__).resolve().parents[1]
-_CODE = ("conf", "harness", "methods", "data_prep", "analysis", "slurm")
+CODE = ("conf", "harness", "methods", "data_prep", "analysis", "slurm")
+# Beside the packages in a copy of them: what code() said where they were copied.
+SNAPSHOT = "snapshot.json"
 
 
 def now() -> str:
@@ -76,9 +78,11 @@ def load_now() -> dict[str, Any]:
 def code() -> dict[str, Any]:
     """sha256 of all Python and YAML files of the packages; in a checkout also git commit, dirty flag and diff hash."""
     digest = hashlib.sha256()
-    for path in sorted(p for name in _CODE for p in (PACKAGE_ROOT / name).rglob("*") if p.suffix in (".py", ".yaml")):
+    for path in sorted(p for name in CODE for p in (PACKAGE_ROOT / name).rglob("*") if p.suffix in (".py", ".yaml")):
         digest.update(f"{path.relative_to(PACKAGE_ROOT)}\0".encode() + path.read_bytes())
     found: dict[str, Any] = {"sha256": digest.hexdigest(), "commit": None, "dirty": None, "diff_sha256": None}
+    with suppress(OSError, ValueError):  # a job imports a copy of the code, which says what it was copied from
+        return json.loads((PACKAGE_ROOT / SNAPSHOT).read_bytes()) | {"sha256": digest.hexdigest()}
     # A wheel installed below somebody else's repository must not report that repository's commit.
     top = _git("rev-parse", "--show-toplevel")
     if top is not None and Path(top.strip()).resolve() == PACKAGE_ROOT:
