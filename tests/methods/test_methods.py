@@ -115,6 +115,7 @@ def test_defaults_are_the_papers():
     assert make_method("rerope", window=2048) == METHODS["rerope"](2048, 4096, True)
     assert make_method("window", window=2048) == METHODS["window"](2048, "full_attention")
     assert make_method("rerope", window=1, reference=2).reference == 2  # the least that has a logarithm to divide by
+    assert make_method("infllm", window=1, initial=0).initial == 0
 
 
 def test_layers_of_a_mixed_drafter():
