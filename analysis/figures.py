@@ -1,8 +1,7 @@
 """fold-figures: the paper's Figures 1, 2, 3, 5 and 6 from records and diagnostics, as PDF and PNG.
 
-Figures 2, 5 and 6 come from records. Figures 1 and 3 come from two small tables that fold-diagnose leaves in a run
-directory: ``latency.csv`` (model, context in tokens, step "AR" or "SD", part, ms) and ``order_probe.csv`` (dataset,
-feature, separation in tokens, accuracy 0..1, std over folds). A figure whose input is not there is not made.
+Figures 2, 5 and 6 come from records. Figures 1 and 3 come from what fold-diagnose leaves: ``latency.csv`` (context in
+tokens, step "AR" or "SD", part, ms) and ``order.csv`` (the order probe). A figure whose input is not there is not made.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from analysis.stats import Estimate
 from analysis.style import GREYS, HATCHES, draw_line, look, save, styled
 from analysis.tables import Data
 
-LATENCY, PROBE = "latency.csv", "order_probe.csv"
+LATENCY, PROBE = "latency.csv", "order.csv"
 # Middle of each LBv2 bucket on a logarithmic axis, in tokens.
 BUCKET_AT = dict(zip(paper.BUCKETS, (11_585, 23_170, 46_341, 92_682, 185_364), strict=True))
 
@@ -78,25 +77,27 @@ def figure2(data: Data) -> Figure:
 
 
 def figure3(probe: pd.DataFrame) -> Figure:
-    """Order probe: accuracy by separation, bands of one standard deviation; first data set solid, second dashed."""
-    features = list(dict.fromkeys(probe["feature"]))
+    """Order probe: mean accuracy over folds by separation, bands of one standard deviation; one dash a benchmark.
+
+    probe: rows of order.csv (harness.diagnostics.order.probe with the input's benchmark).
+    """
+    probe = probe[probe["arm"].isin(["features", "embeddings"])].sort_values("low")
+    bins = list(dict.fromkeys(zip(probe["low"], probe["high"], strict=True)))
     with styled():
-        figure = Figure(figsize=(3.4, 2.6), layout="constrained")
+        figure = Figure(figsize=(3.6, 2.8), layout="constrained")
         axes = figure.subplots()
-        for line, dataset in enumerate(dict.fromkeys(probe["dataset"])):
-            for place, feature in enumerate(features):
-                rows = probe[(probe["dataset"] == dataset) & (probe["feature"] == feature)].sort_values("separation")
-                color = ["#c00000", "#444444", "#0072b2"][place % 3]
-                style: dict[str, Any] = {
-                    "color": color,
-                    "linestyle": ["-", "--", ":"][line % 3],
-                    "marker": "os^"[place % 3],
-                }
-                axes.plot(rows["separation"], 100 * rows["accuracy"], label=f"{feature}, {dataset}", **style)
-                low, high = (100 * (rows["accuracy"] + sign * rows["std"]) for sign in (-1, 1))
-                axes.fill_between(rows["separation"], low, high, color=color, alpha=0.15, linewidth=0)
+        for line, (benchmark, of_set) in enumerate(probe.groupby("benchmark", sort=False)):
+            for arm, color, marker in (("features", "#c00000", "o"), ("embeddings", "#444444", "s")):
+                rows = of_set[of_set["arm"] == arm]
+                right = (rows["accuracy"] * rows["pairs"]).groupby([rows["low"], rows["fold"]]).sum()
+                folds = 100 * right / rows["pairs"].groupby([rows["low"], rows["fold"]]).sum()
+                mean, spread = folds.groupby("low").mean(), folds.groupby("low").std(ddof=1)
+                x = [place for place, (low, _) in enumerate(bins) if low in mean.index]
+                dash: Any = ["-", (0, (4, 2)), (0, (1, 1))][line % 3]
+                axes.plot(x, mean, color=color, linestyle=dash, marker=marker, label=f"{arm}, {benchmark}")
+                axes.fill_between(x, mean - spread, mean + spread, color=color, alpha=0.15, linewidth=0)
         axes.axhline(50, color="#444444", linewidth=0.6, linestyle=(0, (1, 2)))
-        _token_axis(axes)
+        axes.set_xticks(range(len(bins)), [f"{_tokens(low)}–{_tokens(high)}" for low, high in bins])
         axes.set(xlabel="separation (tokens)", ylabel="order accuracy (%)")
         axes.legend(frameon=False)
         return figure
@@ -169,9 +170,9 @@ def make_figures(paths: Iterable[Path], numbers: Iterable[int] | None, out: Path
             file for folder in folders for file in (folder / name, *sorted(folder.glob(f"*/{name}"))) if file.exists()
         ]
         if number in wanted and files:
-            made[number] = draw(_read_csv(files[0]))
+            made[number] = draw(pd.concat([_read_csv(file) for file in files], ignore_index=True))
         elif number in wanted and numbers is not None:
-            raise LoadError(f"figure {number} needs a {name}, which fold-diagnose writes into a run directory")
+            raise LoadError(f"figure {number} needs a {name} of fold-diagnose; give its folder")
     from_records = [number for number in wanted if number in (2, 5, 6)]
     if from_records and (numbers is not None or not made or any(_has_records(folder) for folder in folders)):
         data = Data(load([folder for folder in folders if _has_records(folder)] or folders))
@@ -200,7 +201,7 @@ def _has_records(folder: Path) -> bool:
 def _read_csv(file: Path) -> pd.DataFrame:
     columns = {
         LATENCY: ["context", "step", "part", "ms"],
-        PROBE: ["dataset", "feature", "separation", "accuracy", "std"],
+        PROBE: ["benchmark", "low", "high", "arm", "fold", "accuracy", "pairs"],
     }
     table = pd.read_csv(file)
     lacking = [name for name in columns[file.name] if name not in table]

@@ -35,14 +35,15 @@ def diagnostics(folder: Path) -> Path:
         if step == "SD" or "drafter" not in part
     ]
     pd.DataFrame(rows, columns=["model", "context", "step", "part", "ms"]).to_csv(folder / "latency.csv", index=False)
-    rows_ = [
-        (dataset, feature, separation, 0.5 + place / 10 * np.log2(separation) / 16, 0.01)
-        for dataset in ("SPEED-Bench 32K", "LBv2")
-        for place, feature in enumerate(["embeddings", "features"])
-        for separation in (64, 512, 4096, 32768)
+    probe = [
+        (benchmark, low, 4 * low, arm, fold, 0.5 + place / 10 * np.log2(low) / 16 + fold / 500, 100)
+        for benchmark in ("speed_32k", "lbv2")
+        for place, arm in enumerate(["embeddings", "features", "shuffled, order processed"])
+        for low in (64, 512, 4096, 16384)
+        for fold in range(5)
     ]
-    columns = ["dataset", "feature", "separation", "accuracy", "std"]
-    pd.DataFrame(rows_, columns=columns).to_csv(folder / "order_probe.csv", index=False)
+    columns = ["benchmark", "low", "high", "arm", "fold", "accuracy", "pairs"]
+    pd.DataFrame(probe, columns=columns).to_csv(folder / "order.csv", index=False)
     return folder
 
 
