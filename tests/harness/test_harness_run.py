@@ -346,7 +346,7 @@ def test_a_wheel_has_the_whole_tree_and_works_from_anywhere(tmp_path: Path) -> N
         (["-c", "job", "--resolve", "+model=llama", "method=fold"], 0, "window: 2048"),
         (["--help"], 0, "gemma_dspark"),
         (["+model=lama"], 2, "choose from gemma"),
-        (["-m", "method=fold,yarn", "method.alpha=2,0"], 2, "method.alpha is 0"),
+        (["-m", "method=fold,yarn", "method.alpha=0,2"], 2, "method.alpha is 0"),
     ):
         started = time.monotonic()
         done = subprocess.run(
