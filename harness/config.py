@@ -225,7 +225,9 @@ def expand(cfg: DictConfig, overrides: Sequence[str], compose: Compose) -> list[
         nested = any(text.startswith("+experiment=") for text in part)
         of = {text.partition("=")[2] for text in part if text.startswith("+model=")}
         if nested or not models or models == of:
-            its = [*part, *(chosen if nested else []), *mine]
+            # Hydra takes a group once only.
+            kept = [text for text in part if text.partition("=")[0] not in {each.partition("=")[0] for each in mine}]
+            its = [*kept, *(chosen if nested else []), *mine]
             runs += expand(compose(its), its, compose)
     return runs
 

@@ -135,6 +135,6 @@ def _middle(text: str) -> float:
 
 
 def _tokens(text: str) -> float:
-    """"1.8K" as 1843.2."""
+    """ "1.8K" as 1843.2."""
     match = re.match(r"([\d.]+)\s*[Kk]?", text)
     return float(match.group(1)) * (1024 if text[-1:] in "Kk" else 1) if match else 0.0

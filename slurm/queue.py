@@ -72,9 +72,7 @@ def max_array_size() -> int:
 def _ask(command: list[str]) -> str:
     try:
         # Durations and states in English, whatever the user's locale.
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=60, env={**os.environ, "LC_ALL": "C"}
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, "LC_ALL": "C"})
     except (OSError, subprocess.TimeoutExpired) as error:
         raise QueueError(f"{command[0]} did not answer ({error})") from None
     if done.returncode:

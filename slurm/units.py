@@ -100,7 +100,7 @@ def load(folder: Path) -> Submission:
         works = tuple(Work(**{k: tuple(v) if isinstance(v, list) else v for k, v in w.items()}) for w in value["works"])
         return Submission(folder.absolute(), works, value["code"])
     except FileNotFoundError:
-        raise UserError(f"{folder} is no submission (it has no submission.json); give a folder of fold-submit") from None
+        raise UserError(f"{folder} is no submission of fold-submit (no submission.json in it)") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{folder / 'submission.json'} is damaged ({error}); restore it") from None
 
@@ -119,8 +119,8 @@ class _Draft:
 def merge(plans: Iterable[Plan]) -> list[Plan]:
     """One plan per benchmark and pair with the arms that any of `plans` wants of it, each arm once.
 
-    Table 4's arms on LCA are among Table 2's, so that "everything" is less than the sum of the tables. Arms with options
-    from the command line (Table 5's α) stay in a run of their own, since such an option holds for a whole run.
+    Table 4's arms on LCA are among Table 2's, so that everything is less than the sum of the tables. Arms with
+    options from the command line (Table 5's α) stay in a run of their own, since such an option holds for a whole run.
     """
     drafts: dict[str, list[_Draft]] = {}
     for plan in plans:
