@@ -12,7 +12,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -217,6 +217,21 @@ def chosen(job: Job, limit: int | None) -> Iterator[Request]:
                 yield request
 
 
+def document(request: Request) -> str:
+    """What a request is made from: requests of several lengths may be made from one document."""
+    return f"{request.benchmark}/{request.meta.get('source_id', request.id)}"
+
+
+def longest_of_each_document(inputs: Sequence[Request]) -> list[Request]:
+    """One request per document, as in Appendix A: the longest, in order of appearance."""
+    found: dict[str, Request] = {}
+    for request in inputs:
+        known = found.get(document(request))
+        if known is None or len(request.prompt_ids) > len(known.prompt_ids):
+            found[document(request)] = request
+    return list(found.values())
+
+
 def visit(
     pair: Pair, job: Job, options: Options, inputs: Sequence[Request]
 ) -> tuple[dict[str, list[dict[str, Any]]], list[Pairs], list[str]]:
@@ -237,6 +252,9 @@ def visit(
     rows: dict[str, list[dict[str, Any]]] = {"acceptance": [], "distance": [], "order": [], "inputs": []}
     pairs: list[Pairs] = []
     short = ties = known = 0
+    longest = longest_of_each_document(inputs) if options.wants("order") else []
+    if options.name == "order":
+        inputs = longest
     # The order probe alone needs no continuation.
     tokens = options.tokens if options.wants("acceptance") or options.wants("distance") else 1
     for place, request in enumerate(inputs, 1):
@@ -248,7 +266,8 @@ def visit(
             "request": f"{request.benchmark}/{request.id}",
             "prompt_tokens": len(request.prompt_ids),
         }
-        states = replay(pair, request, tokens, keep_features=options.wants("order"))
+        probed = request in longest
+        states = replay(pair, request, tokens, keep_features=probed)
         ties, known = ties + states.near_ties, known + len(states.continuation) - 1
         short += tokens != 1 and not states.offsets()
         if options.wants("acceptance"):
@@ -256,10 +275,10 @@ def visit(
         if options.wants("distance"):
             shifts = options.shifts or default_shifts(job.config.drafter.train_length)
             rows["distance"] += [{**where, **row} for row in distance(states, shifts)]
-        if states.features is not None:
+        if probed and states.features is not None:
             recent = job.config.drafter.window if options.recent is None else options.recent
-            pairs.append(collect(pair, request, states.features, recent, options.pairs))
-            pairs[-1].request = where["request"]
+            drawn = collect(pair, request, states.features, recent, options.pairs)
+            pairs.append(replace(drawn, request=where["request"], document=document(request)))
             rows["inputs"].append(where)
         seconds = time.perf_counter() - started
         print(f"{place}/{len(inputs)} {where['request']} {seconds:.1f} s", file=sys.stderr, flush=True)
@@ -308,6 +327,6 @@ def _settings(name: str, options: Options, plan: Plan) -> str:
         return "Two positions per input, at one and three quarters of its continuation"
     recent = drafter.window if options.recent is None else options.recent
     return (
-        f"{options.pairs} pairs per input and separation outside the most recent {recent} entries; five folds by "
-        "document; chunks of 64 tokens in the shuffled control"
+        f"The longest input of each document; {options.pairs} pairs per input and separation outside the most recent "
+        f"{recent} entries; five folds by document; chunks of 64 tokens in the shuffled control"
     )

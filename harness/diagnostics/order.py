@@ -34,10 +34,11 @@ PROBES = ("features", "embeddings", "shuffled, order processed", "shuffled, orde
 
 @dataclass
 class Pairs:
-    """Drawn pairs of one input: by bin, the differences [n, H] of each kind of entry and the labels [n] of each order.
+    """Drawn pairs of one input, and the document that it was made from.
 
-    Kinds: features, embeddings, shuffled. Labels (1 where the first of the two entries comes first): document,
-    processed. Differences are float16 to keep many inputs in memory: an entry of a normalised feature is about 1.
+    By bin, the differences [n, H] of each kind of entry and the labels [n] of each order. Kinds: features, embeddings,
+    shuffled. Labels (1 where the first of the two entries comes first): document, processed. Differences are float16
+    to keep many inputs in memory: an entry of a normalised feature is about 1.
     """
 
     request: str
@@ -53,7 +54,7 @@ def collect(pair: Pair, request: Request, features: Tensor, recent: int, count: 
     features: context features c_j [N, H] of the prompt as it is (``replay`` keeps them). The target processes the
     shuffled prompt here. Bins that the input is too short for are left out, all of them if nothing older is left.
     """
-    found = Pairs(request.id, str(request.meta.get("source_id", request.id)))
+    found = Pairs(request.id, request.id)
     ids = list(request.prompt_ids)
     older = max(0, len(ids) - recent) // CHUNK * CHUNK
     seed = int.from_bytes(hashlib.sha256(request.id.encode()).digest()[:8], "big")

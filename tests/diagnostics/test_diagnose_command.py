@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 import pytest
 
-from harness.diagnostics.command import default_shifts, main, parse
+from harness.diagnostics.command import default_shifts, document, longest_of_each_document, main, parse
 from harness.drafters import random_tensors, save_drafter
 from harness.requests import Request, request_path, write_requests
 from tests.analysis.analysis_fixtures import record, write_run
@@ -143,6 +144,19 @@ def test_an_order_probe_without_five_documents_says_so(
 ) -> None:
     assert main([*pair, "diagnostic=order", "diagnostic.inputs=4", f"run_dir={tmp_path / 'out'}"]) == 2
     assert "fold-diagnose: order: no separation with inputs of at least five documents" in capsys.readouterr().err
+
+
+def test_the_order_probe_takes_the_longest_input_of_each_document() -> None:
+    asked = [
+        Request(f"{name}@{size}", benchmark, "t", (1,) * size, 8, (), {"source_id": name})
+        for size in (10, 30, 20)
+        for benchmark, name in (("a", "x"), ("a", "y"), ("b", "x"))
+    ]
+    longest = longest_of_each_document(asked)
+    assert [(r.benchmark, r.id) for r in longest] == [("a", "x@30"), ("a", "y@30"), ("b", "x@30")]
+    assert len({document(r) for r in longest}) == 3
+    alone = replace(asked[0], meta={})
+    assert document(alone) == "a/x@10"
 
 
 def test_defaults() -> None:

@@ -86,7 +86,7 @@ def test_a_planted_order_is_found_and_the_control_finds_the_order_of_processing(
     for low in (64, 256, 1024):
         assert found[low, "features"] > 0.95
         assert 0.44 < found[low, "embeddings"] < 0.56
-        assert found[low, "shuffled, order processed"] > 0.95
+        assert found[low, "shuffled, order processed"] > 0.9  # some pairs are processed close together
         assert 0.4 < found[low, "shuffled, order in document"] < 0.6
     assert (4096, "features") not in found  # no input is that long
 
