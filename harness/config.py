@@ -217,7 +217,7 @@ def expand(cfg: DictConfig, overrides: Sequence[str], compose: Compose) -> list[
     parts = [[str(text) for text in part] for part in OmegaConf.to_container(cfg).get("parts") or []]  # type: ignore[union-attr]
     if not parts:
         return [(cfg, list(overrides))]
-    mine = [text for text in overrides if not re.match(r"[+]*(experiment|model)=", text)]
+    mine = [text for text in overrides if not re.match(r"[+]*(experiment|model|parts)=", text)]
     chosen = [text for text in overrides if re.match(r"[+]*model=", text)]
     models = {text.partition("=")[2] for text in chosen}
     runs: list[tuple[DictConfig, list[str]]] = []

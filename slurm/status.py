@@ -202,11 +202,13 @@ class UnitState:
 class View:
     """Reads a submission again and again; files that did not change are not read twice.
 
-    silent: why SLURM could not be asked, "" if it could. strangers: jobs of this submission that jobs.jsonl does not
+    ask: whether to ask SLURM even if no job was ever queued. silent: why SLURM could not be asked, "" if it could or need
+    not be. strangers: jobs of this submission that jobs.jsonl does not
     know (a fold-submit that was killed before it wrote them down).
     """
 
     submission: Submission
+    ask: bool = False
     silent: str = ""
     strangers: list[str] = field(default_factory=list)
     _known: dict[str, tuple[tuple[int, int], Tally]] = field(default_factory=dict)
@@ -239,8 +241,10 @@ class View:
 
     def _queue(self, jobs: dict[str, str]) -> dict[str, queue.JobState]:
         self.silent, self.strangers = "", []
+        if not self.ask and not set(jobs.values()) - {LOCAL}:
+            return {}
         if not queue.available():
-            self.silent = "there is no SLURM on this machine" if set(jobs.values()) - {LOCAL} else ""
+            self.silent = "there is no SLURM on this machine"
             return {}
         try:
             found = queue.job_states(self.submission.job_name)

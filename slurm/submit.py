@@ -105,10 +105,13 @@ def _submit(plans: list[Plan], merged: list[Plan], overrides: list[str], slurm: 
     with _only_submit(folder):
         works = _works(folder, merged, slurm)
         submission = _opened(folder, works, "--new-code" in flags)
-        view = View(submission)
+        view = View(submission, ask=not slurm.local)
         states = view.read()
         if view.silent:
-            raise UserError(f"what is queued already cannot be known ({view.silent}); try again when SLURM answers")
+            raise UserError(
+                f"what is queued already cannot be known ({view.silent}); try again when SLURM answers, or "
+                "add slurm=local to run the units here"
+            )
         if view.strangers:
             raise UserError(
                 f"an interrupted fold-submit left jobs that nothing knows: scancel {' '.join(view.strangers[:20])}"
