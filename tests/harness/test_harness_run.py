@@ -251,6 +251,7 @@ def test_from_a_shell(tmp_path: Path) -> None:
     assert wrong.returncode == 2 and len(wrong.stderr.splitlines()) == 1 and "Traceback" not in wrong.stderr
 
 
+@pytest.mark.slow
 def test_two_starts_in_one_second(tmp_path: Path) -> None:
     """Different configurations write side by side; of two equal ones, one is refused in one line."""
     arguments = [sys.executable, "-m", "tests.harness.fold_bench_scripted", "Slow", *toy_pair(tmp_path / "pair")]
