@@ -121,16 +121,19 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=270)
     parser.add_argument("--tokenizer", default="")
     parser.add_argument("--keep", default="", help="generate the file here, or use it if it exists")
-    parser.add_argument("--measure", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--step", choices=("generate", "measure"), help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.measure:
-        return prepare(Path(options.measure), options.tokenizer)
+    if options.step == "generate":
+        return generate(Path(options.keep), options.rows, options.gigabytes * 1e9 * _RATIO)
+    if options.step == "measure":
+        return prepare(Path(options.keep), options.tokenizer)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(options.keep or Path(folder) / "test-00000-of-00001.parquet")
+        # Each step is a process of its own, and this one stays small: a child's peak memory starts at its parent's.
+        again = [sys.executable, __file__, *sys.argv[1:], "--keep", str(path)]
         if not path.exists():
-            generate(path, options.rows, options.gigabytes * 1e9 * _RATIO)
-        again = [sys.executable, __file__, "--measure", str(path), "--tokenizer", options.tokenizer]
-        sys.exit(subprocess.run(again, check=False).returncode)
+            subprocess.run([*again, "--step", "generate"], check=True)
+        sys.exit(subprocess.run([*again, "--step", "measure"], check=False).returncode)
 
 
 if __name__ == "__main__":
