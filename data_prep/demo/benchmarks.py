@@ -19,7 +19,7 @@ import sysconfig
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from functools import cache
-from itertools import accumulate, count
+from itertools import accumulate, count, islice
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +54,7 @@ def demo_prompts(benchmark: str, levels: Sequence[str], n: int, tokenizer: Any, 
     wanted = [LEVELS[level] for level in levels]
     by_level: dict[str, list[Prompt]] = {level: [] for level in levels}
     found = 0
-    for example, inputs in _BUILDERS[benchmark](tokenizer, target, wanted):
-        if found == n:
-            break
+    for example, inputs in islice(_BUILDERS[benchmark](tokenizer, target, wanted), n):
         found += 1
         for level, (ids, facts) in zip(levels, inputs, strict=True):
             meta = {"level": level, "source_id": example, "python": PYTHON, **facts}
