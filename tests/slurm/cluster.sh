@@ -57,7 +57,7 @@ SlurmdParameters=config_overrides
 SchedulerParameters=sched_interval=2,batch_sched_delay=0,sched_min_interval=0
 MaxArraySize=$array
 JobRequeue=1
-KillWait=3
+KillWait=1
 SlurmdTimeout=10
 MinJobAge=600
 ReturnToService=2
