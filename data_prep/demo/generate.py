@@ -232,40 +232,57 @@ class BatchTarget:
             final hidden states after the last norm (rows, n, hidden) and features (rows, n, len(layer_ids) * hidden).
         """
         rows, n = ids.shape
-        end = start + n
-        repeat = self.heads // self.kv_heads
-        cos, sin = self.cos[start:end], self.sin[start:end]
         x = self.embed[ids]
         features = torch.empty(rows, n, len(self.layer_ids), self.hidden, dtype=self.dtype, device=self.device)
-        for i, (norm1, qkv, out, norm2, gate_up, down) in enumerate(self.layers):
-            keys, values = cache[i]
-            mixed = F.linear(_rms(x, norm1, self.eps), qkv).view(rows, n, self.heads + 2 * self.kv_heads, self.head_dim)
-            mixed = mixed.transpose(1, 2)
-            rotated = mixed[:, : self.heads + self.kv_heads]
-            rotated = rotated * cos + _rotate_half(rotated) * sin
-            keys[:, :, start:end] = rotated[:, self.heads :]
-            values[:, :, start:end] = mixed[:, self.heads + self.kv_heads :]
-            query = rotated[:, : self.heads]
-            if n == 1:
-                # One matrix product per KV head for its group of query heads; on a CPU keys @ query is three times as
-                # fast as query @ keys for a slice of the cache, since neither side is then copied.
-                grouped = query.reshape(rows * self.kv_heads, repeat, self.head_dim)
-                seen_keys = keys.view(rows * self.kv_heads, -1, self.head_dim)[:, :end]
-                seen_values = values.view(rows * self.kv_heads, -1, self.head_dim)[:, :end]
-                scores = torch.bmm(seen_keys, grouped.transpose(1, 2)).transpose(1, 2).float() * self.head_dim**-0.5
-                read = torch.bmm(torch.softmax(scores, dim=-1).to(self.dtype), seen_values)
-                read = read.reshape(rows, 1, self.heads * self.head_dim)
-            else:
-                read = F.scaled_dot_product_attention(
-                    query, keys[:, :, :end], values[:, :, :end], is_causal=True, enable_gqa=True
-                )
-                read = read.transpose(1, 2).reshape(rows, n, self.heads * self.head_dim)
-            x = x + F.linear(read, out)
-            gate, up = F.linear(_rms(x, norm2, self.eps), gate_up).chunk(2, dim=-1)
-            x = x + F.linear(F.silu(gate) * up, down)
+        for i in range(len(self.layers)):
+            x = self._layer(i, x, start, cache[i])
             if i in self.layer_ids:
                 features[:, :, self.layer_ids.index(i)] = x
         return _rms(x, self.norm, self.eps), features.flatten(2)
+
+    def _layer(self, i: int, x: torch.Tensor, start: int, cache: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """Layer ``i`` on x (rows, n, hidden) at positions start..start+n-1; its keys and values go into ``cache``."""
+        norm1, qkv, out, norm2, gate_up, down = self.layers[i]
+        keys, values = cache
+        rows, n, _ = x.shape
+        end = start + n
+        repeat = self.heads // self.kv_heads
+        cos, sin = self.cos[start:end], self.sin[start:end]
+        mixed = F.linear(_rms(x, norm1, self.eps), qkv).view(rows, n, self.heads + 2 * self.kv_heads, self.head_dim)
+        mixed = mixed.transpose(1, 2)
+        rotated = mixed[:, : self.heads + self.kv_heads]
+        rotated = rotated * cos + _rotate_half(rotated) * sin
+        keys[:, :, start:end] = rotated[:, self.heads :]
+        values[:, :, start:end] = mixed[:, self.heads + self.kv_heads :]
+        query = rotated[:, : self.heads]
+        if n == 1:
+            # One matrix product per KV head for its group of query heads; on a CPU keys @ query is three times as fast
+            # as query @ keys for a slice of the cache, since neither side is then copied.
+            grouped = query.reshape(rows * self.kv_heads, repeat, self.head_dim)
+            seen_keys = keys.view(rows * self.kv_heads, -1, self.head_dim)[:, :end]
+            seen_values = values.view(rows * self.kv_heads, -1, self.head_dim)[:, :end]
+            scores = torch.bmm(seen_keys, grouped.transpose(1, 2)).transpose(1, 2).float() * self.head_dim**-0.5
+            read = torch.bmm(torch.softmax(scores, dim=-1).to(self.dtype), seen_values)
+            read = read.reshape(rows, 1, self.heads * self.head_dim)
+        else:
+            read = F.scaled_dot_product_attention(
+                query, keys[:, :, :end], values[:, :, :end], is_causal=True, enable_gqa=True
+            )
+            read = read.transpose(1, 2).reshape(rows, n, self.heads * self.head_dim)
+        x = x + F.linear(read, out)
+        gate, up = F.linear(_rms(x, norm2, self.eps), gate_up).chunk(2, dim=-1)
+        return x + F.linear(F.silu(gate) * up, down)
+
+    @torch.no_grad()
+    def finish(self, x: torch.Tensor) -> torch.Tensor:
+        """Final normed hidden states (rows, n, hidden) from x, the last but one layer's outputs at positions 0..n-1.
+
+        So the target's distribution can be had again from a stored feature for the price of one layer.
+        """
+        last = len(self.layers) - 1
+        shape = (len(x), self.kv_heads, x.shape[1], self.head_dim)
+        cache = tuple(torch.empty(shape, device=self.device, dtype=self.dtype) for _ in range(2))
+        return _rms(self._layer(last, x.to(self.device, self.dtype), 0, (cache[0], cache[1])), self.norm, self.eps)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

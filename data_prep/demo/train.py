@@ -82,6 +82,7 @@ class Options:
     checkpoint_every: int = 100
     evaluate_minutes: float = 10.0
     short_blocks: float = 0.35  # share of the budget with blocks of half the size
+    soft_labels: float = 0.5  # weight of the target's distribution beside its choice
     shapes: tuple[tuple[int, int], ...] = SHAPES
     held_out_shape: tuple[int, int] = HELD_OUT_SHAPE
     corpus_roots: tuple[Path, ...] | None = None
@@ -89,7 +90,8 @@ class Options:
     def plan(self) -> dict[str, Any]:
         """What a resumed run must share with the one it goes on from."""
         names = ["rows", "first_shards", "steps_per_shard", "sequences", "anchors", "layers", "block"]
-        names += ["layer_ids", "mask_token_id", "seed", "short_blocks", "shapes", "held_out_shape", "held_out_rows"]
+        names += ["layer_ids", "mask_token_id", "seed", "short_blocks", "soft_labels", "shapes"]
+        names += ["held_out_shape", "held_out_rows"]
         plan = {name: getattr(self, name) for name in names}
         plan["target"] = target_fingerprint(self.target).get("weights_sha256")
         return json.loads(json.dumps(plan))
@@ -166,8 +168,11 @@ def draw_batch(pool: Pool, sequences: int, anchors: int, rng: np.random.Generato
 
 
 def gather(pool: Pool, rows: list[tuple[int, int, torch.Tensor]]) -> Batch:
-    """The batch of given (shard, row, anchors); features end before the last anchor, since nothing later is read."""
-    width = max(int(at.max()) for _, _, at in rows)
+    """The batch of given (shard, row, anchors).
+
+    The drafter reads no feature at or after an anchor; those of the last block serve the target's distributions.
+    """
+    width = max(int(at.max()) for _, _, at in rows) + pool.block - 1
     features = []
     for shard, row, _ in rows:
         seen = pool.shards[shard].features(row)[:width]
@@ -191,6 +196,8 @@ class Trainer:
         self.bf16 = o.precision == "bf16" or (o.precision == "auto" and _fast_bf16(self.device))
         self.work = o.work
         (self.work / "shards").mkdir(parents=True, exist_ok=True)
+        for stale in (self.work / "shards").glob(".*"):  # a killed run's unfinished shards, ours and safetensors' own
+            stale.unlink()
         self._check_plan()
         settings = json.loads((o.target / "config.json").read_text(encoding="utf-8"))
         rope = settings.get("rope_parameters") or settings
@@ -210,6 +217,8 @@ class Trainer:
             rms_norm_eps=settings["rms_norm_eps"],
             max_position_embeddings=settings["max_position_embeddings"],
         )
+        if o.soft_labels and self.config.target_layer_ids[-1] != self.config.num_target_layers - 2:
+            raise TrainError("--soft-labels needs the output of the target's last but one layer as the last feature")
         state = load_file(o.target / "model.safetensors")
         dtype = torch.bfloat16 if self.bf16 else torch.float32
         self.embed = state["model.embed_tokens.weight"].to(self.device, dtype)
@@ -274,9 +283,7 @@ class Trainer:
                 self.log.line(f"{path.name} is damaged and is made again")
                 path.unlink()
         o, begin = self.options, time.monotonic()
-        if self._target is None:
-            dtype = torch.bfloat16 if self.bf16 else torch.float32
-            self._target = BatchTarget(o.target, tuple(o.layer_ids), o.device, dtype)
+        target = self._open_target()
         if held_out not in self._makers:
             from transformers import AutoTokenizer
 
@@ -286,13 +293,19 @@ class Trainer:
         rows = o.held_out_rows if held_out else o.rows
         # Held out: 3/8 code, 3/8 documents, 2/8 repeats.
         kinds = tuple(KINDS[min(2, 8 * r // (3 * rows))] for r in range(rows)) if held_out else None
-        make_shard(path, self._target, self._makers[held_out], o.seed, number, rows, prefix, new, kinds)
+        make_shard(path, target, self._makers[held_out], o.seed, number, rows, prefix, new, kinds)
         shard = Shard.open(path)
         took = time.monotonic() - begin
         self.generating += took
         tokens = int(shard.lengths.sum())
         self.log.line(f"shard {number}: {rows} sequences of {prefix}+{new}, {tokens} tokens, {took:.0f} s")
         return shard
+
+    def _open_target(self) -> BatchTarget:
+        if self._target is None:
+            dtype = torch.bfloat16 if self.bf16 else torch.float32
+            self._target = BatchTarget(self.options.target, tuple(self.options.layer_ids), self.options.device, dtype)
+        return self._target
 
     def _feature_scale(self) -> torch.Tensor:
         """Root mean square of every feature dimension over the first shard, without the first tokens' huge values."""
@@ -348,12 +361,17 @@ class Trainer:
         batch = draw_batch(self.pool, self.options.sequences, anchors, self.rng).shortened(size)
         random = torch.from_numpy(self.rng.integers(0, self.config.vocab_size, _RANDOM))
         labels, valid = batch.labels.to(self.device), batch.valid.to(self.device)
+        soft = self.options.soft_labels
         vocabulary = torch.unique(torch.cat([labels.cpu().flatten(), self.frequent, random])).to(self.device)
         states = self.states(batch)
         with self._autocast():
             logits = F.linear(states.reshape(-1, states.shape[-1]), self.head[vocabulary]).float()
         wanted = torch.searchsorted(vocabulary, labels.flatten().contiguous())
         losses = F.cross_entropy(logits, wanted, reduction="none").view(labels.shape)
+        if soft:
+            odds = torch.softmax(F.linear(self._choosers(batch), self.head[vocabulary]).float(), dim=-1)
+            softly = F.cross_entropy(logits, odds, reduction="none").view(labels.shape)
+            losses = (1 - soft) * losses + soft * softly
         decay = torch.exp(-torch.arange(labels.shape[-1], device=self.device) / _LABEL_DECAY)
         weights = valid * decay
         loss = (losses * weights).sum() / weights.sum()
@@ -371,6 +389,15 @@ class Trainer:
             whole = valid.all(-1)
             lead = right[whole].long().cumprod(-1).sum(-1).float()
         return {"loss": loss.item(), "tau": 1 + lead.mean().item() if len(lead) else float("nan")}
+
+    @torch.no_grad()
+    def _choosers(self, batch: Batch) -> torch.Tensor:
+        """The target's final hidden states (b * N * (B-1), H) that chose the labels: slot k's is at anchor + k - 1."""
+        target = self._open_target()
+        final = target.finish(batch.features[..., -self.config.hidden_size :])
+        slots = batch.anchors[:, :, None] + torch.arange(batch.labels.shape[-1])
+        slots = slots.clamp(max=final.shape[1] - 1).flatten(1).to(self.device)
+        return torch.gather(final, 1, slots[..., None].expand(-1, -1, final.shape[-1])).flatten(0, 1)
 
     @torch.no_grad()
     def evaluate(self, weights: dict[str, torch.Tensor] | None = None) -> dict[str, Any]:
@@ -610,6 +637,7 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(flag, type=int, default=default, help=f"{text} (default: {default})")
     for flag, default, text in (
         ("--evaluate-minutes", defaults.evaluate_minutes, "minutes between held-out measurements, with an export each"),
+        ("--soft-labels", defaults.soft_labels, "weight (0 to 1) of the target's distribution beside its choice"),
         ("--short-blocks", defaults.short_blocks, "share of the budget spent first on blocks of half the size"),
     ):
         parser.add_argument(flag, type=float, default=default, help=f"{text} (default: {default})")
@@ -636,7 +664,7 @@ def _options(args: argparse.Namespace) -> Options:
     target = args.target or ensure_target(offline=args.offline)
     work = args.work or default_cache_dir() / "train-drafter"
     names = ["shards", "rows", "first_shards", "steps_per_shard", "sequences", "anchors", "layers", "block"]
-    names += ["seed", "lr", "checkpoint_every", "evaluate_minutes", "short_blocks", "precision"]
+    names += ["seed", "lr", "checkpoint_every", "evaluate_minutes", "short_blocks", "soft_labels", "precision"]
     more = {name: getattr(args, name) for name in names}
     return Options(work, target, export=args.export, steps=args.steps, minutes=args.minutes, device=device, **more)
 

@@ -491,10 +491,20 @@ def test_batches_hold_the_rows_they_name(undisturbed):
     at = torch.tensor([20, 90, 150])
     batch = gather(pool, [(1, 2, at)])
     shard = pool.shards[1]
-    assert batch.features.shape[1] == 150
-    torch.testing.assert_close(batch.features[0], shard.features(2)[:150], rtol=0, atol=0)
+    assert batch.features.shape[1] == 150 + 3
+    torch.testing.assert_close(batch.features[0], shard.features(2)[:153], rtol=0, atol=0)
     assert batch.first[0].tolist() == shard.tokens[2][at].tolist()
     assert batch.labels[0, :, 0].tolist() == shard.argmax[2][at].tolist()
+
+
+def test_soft_labels_are_the_distributions_that_chose_the_hard_ones(undisturbed, tmp_path, target, packages):
+    work = tmp_path / "work"
+    shutil.copytree(undisturbed, work)
+    trainer = Trainer(run_options(work, target, packages), Log(work / "train.log", bar=False))
+    batch = draw_batch(trainer.pool, 6, 9, np.random.default_rng(1))
+    logits = trainer._choosers(batch).view(*batch.labels.shape, -1) @ trainer.head.T
+    assert batch.valid.any()
+    assert torch.equal(logits.argmax(-1)[batch.valid], batch.labels[batch.valid])
 
 
 @pytest.mark.parametrize(
