@@ -206,8 +206,9 @@ def _tidy(rows: list[dict[str, Any]]) -> pd.DataFrame:
         raise LoadError("the run directories hold no records yet")
     for name in ("run", "pair", "engine", "device", "benchmark", "task", "level", "config", "finish"):
         table[name] = table[name].astype("category")
-    table = table.astype({"request": "str", "error": "str", "warmup": "bool"})
-    table["method"] = table["arm"].str.split("#").str[0].astype("category")
+    # Plain objects: pandas' own string type is many times slower to iterate over.
+    table = table.astype({"request": object, "error": object, "arm": object, "warmup": bool})
+    table["method"] = pd.Categorical([arm.split("#")[0] for arm in table["arm"]])
     table["arm"] = _arm_names(table)
     return table
 
@@ -219,7 +220,7 @@ def _arm_names(table: pd.DataFrame) -> pd.Series:
     """
     names: dict[tuple[str, str, str], str] = {}
     known = table[["pair", "method", "arm", "config"]].drop_duplicates()
-    for (pair, method), group in known.astype("str").groupby(["pair", "method"]):
+    for (pair, method), group in known.astype(object).groupby(["pair", "method"]):
         configs = {text: json.loads(text) for text in group["config"]}
         differing = [
             key
@@ -230,22 +231,28 @@ def _arm_names(table: pd.DataFrame) -> pd.Series:
             settings = [f"{key}={configs[text].get(key)}" for key in differing]
             names[str(pair), arm, text] = " ".join([str(method), *settings]) if settings else arm
     keys = zip(table["pair"], table["arm"], table["config"], strict=True)
-    return pd.Series([names[key] for key in keys], index=table.index, dtype="str")
+    return pd.Series([names[key] for key in keys], index=table.index, dtype=object)
 
 
 def _pair(table: pd.DataFrame) -> dict[str, pd.DataFrame]:
     """Choose the record that counts for each request and arm, pair it, and drop unusable requests from every arm."""
     table = table.reset_index(drop=True)
-    table["reason"] = np.where(
-        table["error"] != "",
-        "failed: " + table["error"].str.split("\n").str[0].str.slice(0, 80),
-        np.where(
-            table["skipped_rounds"] > 0,
-            "drafter skipped",
-            np.where(table["tpot_ms"].isna(), "no TPOT", ""),
-        ),
-    )
-    where = ["run", *REQUEST, "device"]
+    table["reason"] = [
+        f"failed: {error.splitlines()[0][:80]}"
+        if error
+        else "drafter skipped"
+        if skipped
+        else "no TPOT"
+        if untimed
+        else ""
+        for error, skipped, untimed in zip(
+            table["error"], table["skipped_rounds"] > 0, table["tpot_ms"].isna(), strict=True
+        )
+    ]
+    # Cells and requests as numbers: comparing six columns for every question would take most of the time.
+    table["cell"] = table.groupby(CELL, observed=True).ngroup()
+    table["key"] = table.groupby(REQUEST, observed=True).ngroup()
+    where = ["run", "key", "device"]
     # Last good attempt, else the last attempt: a retry replaces what failed, a good record is never replaced by a
     # failure.
     table["good"] = table["reason"] == ""
@@ -266,22 +273,23 @@ def _pair(table: pd.DataFrame) -> dict[str, pd.DataFrame]:
     table.loc[unpaired, "reason"] = "no autoregressive record on the same device"
     table["good"] &= ~unpaired
     # After a move to another device both arms are measured there again: the last device that has a pair counts.
-    table = table.sort_values("good", kind="stable").drop_duplicates(["run", *REQUEST, "arm"], keep="last").sort_index()
+    table = table.sort_values("good", kind="stable").drop_duplicates(["run", "key", "arm"], keep="last").sort_index()
     _refuse_clashes(table)
     again = table[(table["arm"] == AR_AGAIN) & table["good"]]
-    table = table[table["arm"] != AR_AGAIN].drop_duplicates([*REQUEST, "arm"])
+    table = table[table["arm"] != AR_AGAIN].drop_duplicates(["key", "arm"])
     unusable, table = _unusable(table)
     excluded = _exclusions(table)
-    gone = set(excluded[REQUEST].itertuples(index=False, name=None))
-    keep = [row not in gone for row in table[REQUEST].itertuples(index=False, name=None)]
-    used = table[keep].drop(columns=["error", "reason", "good", "output_ar", "base_ids", "skipped_rounds", "attempt"])
-    return {"used": used, "excluded": excluded, "unusable": unusable, "again": again}
+    used = table[~table["key"].isin(excluded["key"])]
+    used = used.drop(
+        columns=["error", "reason", "good", "output_ar", "base_ids", "skipped_rounds", "attempt", "cell", "key"]
+    )
+    return {"used": used, "excluded": excluded.drop(columns="key"), "unusable": unusable, "again": again}
 
 
 def _refuse_clashes(table: pd.DataFrame) -> None:
     """The same arm and request in two runs would count twice; only the autoregressive arm is expected in each."""
     rows = table[table["method"] != AR]
-    twice = rows[rows.duplicated([*REQUEST, "arm"], keep=False)]
+    twice = rows[rows.duplicated(["key", "arm"], keep=False)]
     if len(twice):
         first = twice.iloc[0]
         runs = ", ".join(sorted(set(twice["run"].astype(str))))
@@ -290,11 +298,9 @@ def _refuse_clashes(table: pd.DataFrame) -> None:
 
 def _unusable(table: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Arms with nothing good in a cell whose baseline is good, and the table without them."""
-    cells = pd.Series(list(table[CELL].itertuples(index=False, name=None)), index=table.index)
-    measured = set(cells[(table["arm"] == AR) & table["good"]])
-    works = set(zip(cells[table["good"]], table.loc[table["good"], "arm"], strict=True))
-    pairs = zip(cells, table["arm"], strict=True)
-    gone = np.array([cell in measured and (cell, arm) not in works for cell, arm in pairs], bool)
+    measured = table.loc[(table["arm"] == AR) & table["good"], "cell"]
+    works = table.groupby(["cell", "arm"])["good"].transform("any")
+    gone = table["cell"].isin(measured) & ~works
     lost = table[gone].groupby([*CELL, "arm"], observed=True)["reason"].agg(["first", "size"]).reset_index()
     return lost.rename(columns={"first": "reason", "size": "n"}), table[~gone]
 
@@ -303,19 +309,19 @@ def _exclusions(table: pd.DataFrame) -> pd.DataFrame:
     """One row per request of a cell that some arm of that cell lacks or could not finish, with the first reason
     found.
     """
-    bad = table.loc[~table["good"], [*REQUEST, "arm", "reason"]]
-    present = table.groupby(REQUEST, observed=True)["arm"].nunique().rename("present").reset_index()
-    arms = table.groupby(CELL, observed=True)["arm"].unique().rename("arms").reset_index()
-    short = present.merge(arms, on=CELL)
-    short = short[short["present"] < short["arms"].map(len)]
-    have = table.groupby(REQUEST, observed=True)["arm"].agg(set).to_dict() if len(short) else {}
+    bad = table.loc[~table["good"], [*REQUEST, "key", "arm", "reason"]]
+    arms = table.groupby("cell")["arm"].unique()
+    present = table.groupby("key")["arm"].size()
+    short = table.drop_duplicates("key")
+    short = short[short["key"].map(present) < short["cell"].map(arms.map(len))]
+    have = table[table["key"].isin(short["key"])].groupby("key")["arm"].agg(set)
     lacking = [
-        {**{name: row[name] for name in REQUEST}, "arm": arm, "reason": "missing"}
+        {**{name: row[name] for name in [*REQUEST, "key"]}, "arm": arm, "reason": "missing"}
         for row in short.to_dict("records")
-        for arm in row["arms"]
-        if arm not in have[tuple(row[name] for name in REQUEST)]
+        for arm in arms[row["cell"]]
+        if arm not in have[row["key"]]
     ]
     # The autoregressive arm's own trouble explains the unpaired rows of the others, so it is named first.
     both = pd.concat([bad, pd.DataFrame(lacking, columns=bad.columns)], ignore_index=True)
     both["rank"] = (both["arm"] != AR).astype(int)
-    return both.sort_values("rank", kind="stable").drop_duplicates(REQUEST).drop(columns="rank").reset_index(drop=True)
+    return both.sort_values("rank", kind="stable").drop_duplicates("key").drop(columns="rank").reset_index(drop=True)

@@ -133,11 +133,11 @@ class Resampler:
         self.metrics = list(metrics)
         self.used = used
         self._rows: dict[tuple[str, ...], list[int]] = {}
-        for place, key in enumerate(zip(*(used[name].astype("str") for name in self.by), strict=True)):
+        for place, key in enumerate(zip(*(map(str, used[name].to_numpy(object)) for name in self.by), strict=True)):
             self._rows.setdefault(key, []).append(place)
-        identity = zip(*(used[name].astype("str") for name in ("benchmark", "task", "request")), strict=True)
-        self._ids = np.array(["\0".join(parts) for parts in identity], dtype=object)
-        self._arms = used["arm"].astype("str").to_numpy(object)
+        identity = zip(*(used[name].to_numpy(object) for name in ("benchmark", "task", "request")), strict=True)
+        self._ids = np.array(["\0".join(map(str, parts)) for parts in identity], dtype=object)
+        self._arms = used["arm"].to_numpy(object)
         self._values = used[self.metrics].to_numpy(float)
         self._done: dict[tuple[str, ...], tuple[int, dict[tuple[str, str], np.ndarray]]] = {}
 

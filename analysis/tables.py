@@ -114,7 +114,8 @@ class Data:
         self.runs = runs
         names = {paper.task_key(task): task for task in paper.TASKS}
         used = runs.used.copy()
-        used["task"] = [names.get(paper.task_key(task), task) for task in used["task"]]
+        tasks = used["task"].astype(object)
+        used["task"] = tasks.map({task: names.get(paper.task_key(task), task) for task in set(tasks)})
         used["bucket"] = [length_bucket(tokens) for tokens in used["prompt_tokens"]]
         self.used = used
         self._sources: dict[str, Source] = {}
