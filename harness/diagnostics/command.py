@@ -47,6 +47,7 @@ fold-diagnose [diagnostic=NAME] [diagnostic.OPTION=VALUE ...] [fold-bench's own 
   diagnostic.tokens=N     generate at most N tokens per input (null: the benchmark's limit)
   diagnostic.stride=N     acceptance: draft at every N-th position of the continuation (1)
   diagnostic.shifts=[..]  distance: shifts in positions (null: 8192, 32768, 131072; also 256, 1024 for short training)
+  diagnostic.positions=N  distance: places in the continuation per input (2)
   diagnostic.recent=N     order: leave out the N most recent entries (null: the drafter's window)
   diagnostic.pairs=N      order: pairs per input and separation (1500)
   run_dir=DIR             where to write (null: results/diagnose/<pair>-<benchmark>)
@@ -65,6 +66,7 @@ class Options:
     tokens: Optional[int] = None  # noqa: UP045
     stride: int = 1
     shifts: Optional[list[int]] = None  # noqa: UP045
+    positions: int = 2
     recent: Optional[int] = None  # noqa: UP045
     pairs: int = 1500
     runs: list[str] = field(default_factory=list)
@@ -118,8 +120,8 @@ def parse(arguments: Sequence[str]) -> tuple[Options, list[str]]:
     assert isinstance(options, Options)
     if options.name not in (*NAMES, "all", "decomposition"):
         raise UserError(f"diagnostic={options.name}: choose one of {', '.join((*NAMES, 'all', 'decomposition'))}")
-    counts = {"inputs": options.inputs, "tokens": options.tokens, "stride": options.stride, "pairs": options.pairs}
-    for key, number in counts.items():
+    for key in ("inputs", "tokens", "stride", "positions", "pairs"):
+        number = getattr(options, key)
         if number is not None and number < 1:
             raise UserError(f"diagnostic.{key}={number}: must be at least 1")
     if options.recent is not None and options.recent < 0:
@@ -274,7 +276,7 @@ def visit(
             rows["acceptance"] += [{**where, **row} for row in acceptance(states, methods, options.stride)]
         if options.wants("distance"):
             shifts = options.shifts or default_shifts(job.config.drafter.train_length)
-            rows["distance"] += [{**where, **row} for row in distance(states, shifts)]
+            rows["distance"] += [{**where, **row} for row in distance(states, shifts, options.positions)]
         if probed and states.features is not None:
             recent = job.config.drafter.window if options.recent is None else options.recent
             drawn = collect(pair, request, states.features, recent, options.pairs)
@@ -284,7 +286,7 @@ def visit(
         print(f"{place}/{len(inputs)} {where['request']} {seconds:.1f} s", file=sys.stderr, flush=True)
     notes = [f"acceptance, distance: {short} inputs left out, their continuations are too short"] if short else []
     if known:
-        notes.append(f"of {known} continuation tokens, the one pass would have chosen {ties} otherwise (rounding)")
+        notes.append(f"Of {known} continuation tokens, the one pass would have chosen {ties} otherwise (rounding)")
     return rows, pairs, notes
 
 
@@ -319,12 +321,12 @@ def _settings(name: str, options: Options, plan: Plan) -> str:
     drafter = plan.config.drafter
     if name == "acceptance":
         arms = "; ".join(
-            f"{arm.name} {', '.join(f'{key}={value}' for key, value in arm.options.items()) or 'as released'}"
+            f"{arm.name} ({', '.join(f'{key}={value}' for key, value in arm.options.items()) or 'as released'})"
             for arm in plan.arms
         )
-        return f"A position every {options.stride} tokens; {arms}"
+        return f"Stride of positions: {options.stride}; {arms}"
     if name == "distance":
-        return "Two positions per input, at one and three quarters of its continuation"
+        return f"{options.positions} positions per input, evenly spread over its continuation"
     recent = drafter.window if options.recent is None else options.recent
     return (
         f"The longest input of each document; {options.pairs} pairs per input and separation outside the most recent "

@@ -120,6 +120,7 @@ def test_the_decomposition_sums_and_takes_the_ratios_of_alpha(tmp_path: Path) ->
         (["diagnostic.stide=2"], "unknown option 'diagnostic.stide=2'; diagnostic has inputs, tokens, stride"),
         (["diagnostic.stride=two"], "diagnostic.stride"),
         (["diagnostic.stride=0"], "diagnostic.stride=0: must be at least 1"),
+        (["diagnostic.positions=0"], "diagnostic.positions=0: must be at least 1"),
         (["diagnostic.shifts=[]"], "give one or more positive distances"),
         (["diagnostic.shifts=[-1]"], "give one or more positive distances"),
         (["diagnostic=decomposition"], "diagnostic.runs=[DIR,...] go together"),
@@ -171,5 +172,5 @@ def test_defaults() -> None:
 def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     said = capsys.readouterr().out
-    for option in ("inputs", "tokens", "stride", "shifts", "recent", "pairs", "runs"):
+    for option in ("inputs", "tokens", "stride", "shifts", "positions", "recent", "pairs", "runs"):
         assert f"diagnostic.{option}=" in said
