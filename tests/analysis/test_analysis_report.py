@@ -137,7 +137,7 @@ def chromium(*arguments: str, home: Path) -> str:
             "--disable-dev-shm-usage", "--hide-scrollbars",
             f"--user-data-dir={home}", *arguments,
         ],
-        capture_output=True, text=True, timeout=80, env={**os.environ, "HOME": str(home)},
+        capture_output=True, text=True, timeout=300, env={**os.environ, "HOME": str(home)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-500:]
     return done.stdout
