@@ -245,8 +245,8 @@ def table3(data: Data) -> Sheet:
         for m in ("tau", "speedup")
     ]
     caption = (
-        "Results with DSpark drafters: acceptance length τ and speedup over AR decoding. General counts inputs of at least "
-        "16K tokens and, for Qwen3-8B, Gov and LBv2 only."
+        "Results with DSpark drafters: acceptance length τ and speedup over AR decoding. General counts inputs of at "
+        "least 16K tokens and, for Qwen3-8B, Gov and LBv2 only."
     )
     return Sheet(3, caption, _method_rows(paper.METHODS, "DSpark"), columns, cells, best=2)
 
