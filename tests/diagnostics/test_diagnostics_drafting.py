@@ -77,6 +77,15 @@ def test_a_drafter_that_is_always_right_accepts_all_and_one_that_never_is_accept
     assert all((r["first_1"], r["first_2"], r["first_3"], r["first_4"]) == (1, 1, 0, 0) for r in half)
 
 
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma4", "qwen3_5"])
+def test_other_targets_give_states_too(architecture: str, tmp_path: Path) -> None:
+    save_target(architecture, tmp_path)
+    states = open_states(tmp_path, lambda known: known, limit=16)
+    rows = acceptance(states, {name: make_method(name, **OPTIONS[name]) for name in ("original", "infllm", "cmr")})
+    assert {row["tau"] for row in rows} == {5.0} and states.near_ties == 0
+    assert {row["fraction"] for row in distance(states, [64])} == {1.0}
+
+
 def test_the_states_are_those_of_one_pass_over_prompt_and_continuation(folder: Path) -> None:
     states = open_states(folder)
     engine, target, drafter = open_pair(folder, chunk=1000)
