@@ -2,7 +2,9 @@
 
 fold-prep +model=llama benchmark=lbv2      one benchmark, or a group: all, general, code, speed, demo
 fold-prep target=llama benchmark=all       the same files: they depend on the target, not on the drafter
-fold-prep ... source=DIR                   data set files from a folder instead of the Hub
+fold-prep ... source=DIR                   data set files from a folder instead of the Hub: those in
+                                           DIR/<benchmark>/ or DIR/<data set's name>/, else anywhere in DIR;
+                                           upstream prompt files in DIR/prompts/
 fold-prep ... data_dir=DIR                 where request files go
 fold-prep --list                           benchmarks, tasks, licences, sizes
 fold-prep --check [target=llama]           counts and lengths of the request files beside the paper's

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from data_prep.config import BenchmarkConfig
 from data_prep.demo import benchmarks as demo
 from data_prep.infinitebench import generated_kv
-from data_prep.prepare import prepare_demo
+from data_prep.prepare import prepare, prepare_demo
 from data_prep.select import PrepError
 from harness.requests import load_manifest, manifest_path, read_requests, required_context
 
@@ -57,6 +59,18 @@ def test_a_valid_file_is_reused_and_a_changed_one_rebuilt(tokenizer, tmp_path: P
     assert prepare_demo("demo_kv", tokenizer, "tiny", tmp_path, n=1).read_bytes() == data
     prepare_demo("demo_kv", tokenizer, "tiny", tmp_path, n=1, max_new_tokens=8)
     assert {r.max_new_tokens for r in read_requests(path)} == {8}
+
+
+def test_two_preparations_at_once_build_one_file(tokenizer, target, tmp_path: Path) -> None:
+    config = BenchmarkConfig("demo_kv", loader="demo", tasks=["demo_kv"], max_new_tokens=8, n=3, levels=["1K"])
+    built: list[str] = []
+
+    def run(_: int) -> Path:
+        return prepare(config, tokenizer, target, tmp_path, on_request=lambda request: built.append(request.id))
+
+    with ThreadPoolExecutor(2) as pool:
+        assert len(set(pool.map(run, range(2)))) == 1
+    assert built == ["kv/0@1K", "kv/1@1K", "kv/2@1K"]
 
 
 def test_copied_passage_lies_far_back_and_occurs_once(tokenizer, tmp_path: Path) -> None:

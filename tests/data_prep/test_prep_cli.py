@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -168,7 +167,6 @@ def test_two_machines_agree_and_a_kill_leaves_nothing_half_written(
     write_parquet(source / "lca.parquet", rows, LCA)
     killed = child(target_folder, tmp_path / "a", source, "1")
     assert killed.stdout is not None and killed.stdout.readline()
-    time.sleep(0.2)
     os.kill(killed.pid, signal.SIGKILL)
     assert killed.wait() == -signal.SIGKILL
     path = request_path(tmp_path / "a", "lca", "t")
