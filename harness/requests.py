@@ -13,6 +13,7 @@ import io
 import json
 import os
 import sys
+import weakref
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -181,18 +182,54 @@ def load_manifest(path: Path) -> dict[str, Any]:
 
 def verify_file(path: Path) -> dict[str, Any]:
     """Check the file's sha256 against its manifest and return the manifest. Raises RequestFileError."""
-    manifest = load_manifest(path)
-    try:
-        with path.open("rb") as raw:
-            digest = hashlib.file_digest(raw, "sha256").hexdigest()
-    except OSError as error:
-        raise RequestFileError(f"{path} cannot be read ({error.strerror}); prepare it: {prep_command(path)}") from None
-    if digest != manifest["sha256"]:
-        raise RequestFileError(
-            f"{path} has changed since it was prepared (sha256 {digest[:16]}..., "
-            f"manifest {str(manifest['sha256'])[:16]}...); prepare again: {prep_command(path)}"
-        )
-    return manifest
+    return RequestFile(path).manifest
+
+
+class RequestFile:
+    """A request file held open: every reading of it gives the content that was verified here.
+
+    Another command may build other requests at the same path while a run lasts (other `benchmark` options); the run
+    must not notice. Raises RequestFileError if the file does not match its manifest.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            # Before the manifest is read: should another process replace both in between, they do not match.
+            self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            weakref.finalize(self, os.close, self._file)
+            digest = hashlib.file_digest(_View(self._file), "sha256").hexdigest()  # type: ignore[arg-type]
+        except OSError as error:
+            load_manifest(path)  # a file that was never prepared, or not to its end, is told as that
+            raise RequestFileError(
+                f"{path} cannot be read ({error.strerror}); prepare it: {prep_command(path)}"
+            ) from None
+        self.manifest = load_manifest(path)
+        if digest != self.manifest["sha256"]:
+            raise RequestFileError(
+                f"{path} has changed since it was prepared (sha256 {digest[:16]}..., "
+                f"manifest {str(self.manifest['sha256'])[:16]}...); prepare again: {prep_command(path)}"
+            )
+
+    def __iter__(self) -> Iterator[Request]:
+        """The requests one at a time, in file order, each checked; ids and count are compared with the manifest."""
+        yield from _read(self.path, _View(self._file), self.manifest)
+
+
+class _View(io.RawIOBase):
+    """A reading position of its own in an open file."""
+
+    def __init__(self, file: int) -> None:
+        self._file, self._place = file, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = os.pread(self._file, len(buffer), self._place)
+        buffer[: len(data)] = data
+        self._place += len(data)
+        return len(data)
 
 
 def read_requests(path: Path) -> Iterator[Request]:
@@ -201,11 +238,14 @@ def read_requests(path: Path) -> Iterator[Request]:
     The file's sha256 is verified before the first one is yielded; every line is checked against the schema, and ids and
     count against the manifest. Raises RequestFileError with file, line number and remedy.
     """
-    manifest = verify_file(path)
+    yield from RequestFile(path)
+
+
+def _read(path: Path, raw: io.RawIOBase, manifest: Mapping[str, Any]) -> Iterator[Request]:
     seen: set[str] = set()
     ids_hash = hashlib.sha256()
     number = 0
-    with path.open("rb") as raw, zstandard.ZstdDecompressor().stream_reader(raw) as stream:
+    with zstandard.ZstdDecompressor().stream_reader(cast("IO[bytes]", raw)) as stream:
         lines = io.BufferedReader(stream, buffer_size=1 << 20)
         while True:
             number += 1

@@ -6,10 +6,11 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -19,21 +20,26 @@ from harness.bench import Arm, Options, Report, Unit, arms_of, run_unit
 from harness.config import Plan, RunConfig, TargetConfig, UserError, make_arms
 from harness.drafters import DrafterError, read_config
 from harness.engines.base import EngineError, EngineInfo
-from harness.guards import differing_settings, settings
+from harness.guards import describe_error, differing_settings, settings
 from harness.progress import open_progress
 from harness.provenance import RunFile, folder_facts
 from harness.records import JsonLines, RecordError, RecordWriter, read_lines
 from harness.requests import (
+    RequestFile,
     RequestFileError,
-    load_manifest,
     manifest_path,
-    read_requests,
     request_path,
     required_context,
-    verify_file,
+    write_atomic,
 )
 
+if TYPE_CHECKING:
+    from analysis.summary import Summary
+
 AGREEMENT = "agreement.jsonl"
+SUMMARY, PLOT = "summary.md", "by_length.png"
+# How often a request file that other commands are just building is looked at again.
+_TRIES = 5
 # What an engine loads of a Hub repository; never pickles, never remote code.
 _MODEL_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 
@@ -46,7 +52,7 @@ class Job:
     config: RunConfig
     arms: tuple[Arm, ...]
     units: tuple[Unit, ...]
-    files: dict[str, Path]
+    files: dict[str, RequestFile]
 
 
 # ------------------------------------------------------------------------------------------------------------ preparing
@@ -61,9 +67,9 @@ def prepare(plan: Plan) -> Job:
     _check_pair(config, folder)
     files = {each.name: _request_file(each, plan, folder, data_dir) for each in plan.benchmarks}
     units = []
-    for name, path in files.items():
-        count = _check_requests(path, config.target)
-        units.append(Unit(config.drafter.name, config.engine.name, name, _reader(path), count, *plan.shard))
+    for name, file in files.items():
+        count = _check_requests(file, config.target)
+        units.append(Unit(config.drafter.name, config.engine.name, name, file.__iter__, count, *plan.shard))
     local = replace(
         config,
         target=replace(config.target, source=str(folder)),
@@ -125,8 +131,8 @@ def _check_pair(config: RunConfig, folder: Path) -> None:
             raise UserError(f"drafter {drafter.name} does not fit target {target.name}: {error}") from None
 
 
-def _request_file(benchmark: BenchmarkConfig, plan: Plan, folder: Path, data_dir: Path) -> Path:
-    """The request file of one benchmark; built if there is none, or one of another recipe."""
+def _request_file(benchmark: BenchmarkConfig, plan: Plan, folder: Path, data_dir: Path) -> RequestFile:
+    """The request file of one benchmark, held open; built if there is none, or one of another recipe."""
     from data_prep.prepare import prepare as prepare_requests
     from data_prep.select import PrepError
     from data_prep.tokens import TargetSpec, stop_ids_of
@@ -136,10 +142,10 @@ def _request_file(benchmark: BenchmarkConfig, plan: Plan, folder: Path, data_dir
     try:
         # A damaged file stops here; building it anew could hide that the numbers so far came from another one.
         if path.exists():
-            verify_file(path)
-            if "recipe" not in load_manifest(path):
-                return path  # not made by data_prep: taken as it is
-        if not path.exists():
+            held = _hold(path)
+            if "recipe" not in held.manifest:
+                return held  # not made by data_prep: taken as it is
+        else:
             _check_writable("data_dir", path)
         tokenizer = _tokenizer(folder)
         revision = target.revision or ""
@@ -148,11 +154,24 @@ def _request_file(benchmark: BenchmarkConfig, plan: Plan, folder: Path, data_dir
         source = Path(plan.config.source_dir).expanduser() if plan.config.source_dir else None
         if not path.exists():
             print(f"preparing {benchmark.name} for {target.name} (once)", file=sys.stderr, flush=True)
-        return prepare_requests(benchmark, tokenizer, spec, data_dir, source=source)
+        for _ in range(_TRIES):
+            held = _hold(prepare_requests(benchmark, tokenizer, spec, data_dir, source=source))
+            if held.manifest["recipe"]["benchmark"] == asdict(benchmark):
+                return held
+        raise UserError(f"other commands keep preparing {path} with other options: use a data_dir= of your own")
     except (RequestFileError, PrepError) as error:
         raise UserError(str(error)) from None
     except OSError as error:
         raise UserError(f"{error.filename or path}: {error.strerror or error}") from None
+
+
+def _hold(path: Path) -> RequestFile:
+    """Open a request file; one that another process is just replacing is given the moment that takes."""
+    for _ in range(_TRIES - 1):
+        with suppress(RequestFileError):
+            return RequestFile(path)
+        time.sleep(0.1)
+    return RequestFile(path)
 
 
 def _tokenizer(folder: Path) -> Any:
@@ -165,29 +184,25 @@ def _tokenizer(folder: Path) -> Any:
         raise UserError(f"{folder} has no usable tokenizer ({reason}); target.source must be a model folder") from None
 
 
-def _check_requests(path: Path, target: TargetConfig) -> int:
+def _check_requests(file: RequestFile, target: TargetConfig) -> int:
     """Read the whole file once, before any model loads. Returns how many requests it holds."""
     count = 0
     try:
-        for request in read_requests(path):
+        for request in file:
             count += 1
             need = required_context(len(request.prompt_ids), request.max_new_tokens)
             if need > target.max_context:
                 raise UserError(
-                    f"{path}: request {request.id} needs {need} tokens of context, target {target.name} has "
+                    f"{file.path}: request {request.id} needs {need} tokens of context, target {target.name} has "
                     f"{target.max_context}; leave it out (benchmark.exclude) or choose shorter levels"
                 )
     except RequestFileError as error:
         raise UserError(str(error)) from None
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror})") from None
+        raise UserError(f"{file.path} cannot be read ({error.strerror})") from None
     if not count:
-        raise UserError(f"{path} holds no request")
+        raise UserError(f"{file.path} holds no request")
     return count
-
-
-def _reader(path: Path) -> Callable[[], Any]:
-    return lambda: read_requests(path)
 
 
 # ------------------------------------------------------------------------------------------------------------ running
@@ -241,8 +256,8 @@ def _announce(job: Job) -> None:
     drafter, out = job.config.drafter, [f"run: {job.plan.run_dir}"]
     sizes = f"B = {drafter.block} block positions, K = {drafter.proposals} proposals, W = {drafter.window} entries"
     out.append(f"pair: {job.config.target.name} with {drafter.name} ({sizes})")
-    for name, path in job.files.items():
-        for task, count in load_manifest(path).get("counts", {}).items():
+    for name, file in job.files.items():
+        for task, count in file.manifest.get("counts", {}).items():
             gone = ", ".join(f"{number} {reason}" for reason, number in count["excluded"].items())
             if gone:
                 out.append(f"{name}: {count['kept']} of {count['in']} examples of {task} used; excluded: {gone}")
@@ -287,12 +302,13 @@ def _run_units(
 def _register(run_file: RunFile, job: Job) -> None:
     """Write down which inputs the run reads; other ones than at its first start would mix two experiments."""
     requests = run_file.content["requests"]
-    for name, path in job.files.items():
-        manifest = load_manifest(path)
-        mine = {"file": str(path), "sha256": manifest["sha256"], "count": manifest["count"], "manifest": manifest}
+    for name, file in job.files.items():
+        manifest = file.manifest
+        mine = {"file": str(file.path), "sha256": manifest["sha256"], "count": manifest["count"], "manifest": manifest}
         if requests.setdefault(name, mine)["sha256"] != mine["sha256"]:
             raise UserError(
-                f"the requests of {name} ({manifest_path(path)}) changed since this run began: use another run_dir="
+                f"the requests of {name} ({manifest_path(file.path)}) changed since this run began: "
+                "use another run_dir="
             )
     target, drafter = job.plan.config.target, job.plan.config.drafter
     folder = Path(job.config.target.source)
@@ -305,6 +321,29 @@ def _register(run_file: RunFile, job: Job) -> None:
     }
 
 
+def _leave(run_dir: Path, summary: Summary) -> list[str]:
+    """Write the table and its plot into the run directory. Returns what could not be written: records are complete
+    without either, and fold-report draws them again.
+    """
+    from analysis.style import save
+    from analysis.summary import figure_by_length
+
+    troubles = []
+    picture = run_dir / f".{os.getpid()}.partial.png"
+    try:
+        write_atomic(run_dir / SUMMARY, summary.markdown().encode())
+    except OSError as error:
+        troubles.append(f"{run_dir / SUMMARY} cannot be written ({error.strerror})")
+    try:
+        save(figure_by_length(summary.rows), picture)
+        os.replace(picture, run_dir / PLOT)
+    except Exception as error:  # matplotlib raises whatever its fonts, backends and files raise
+        troubles.append(f"{run_dir / PLOT} cannot be drawn ({describe_error(error)})")
+    with suppress(OSError):
+        picture.unlink(missing_ok=True)
+    return troubles
+
+
 def _conclude(job: Job, reports: list[Report]) -> int:
     from analysis.load import LoadError
     from analysis.summary import summarise
@@ -314,6 +353,7 @@ def _conclude(job: Job, reports: list[Report]) -> int:
         summary = summarise(job.plan.run_dir)
         failures = summary.failures
         Console().print(summary.table())
+        lines += [f"note: {text}" for text in _leave(job.plan.run_dir, summary)]
     except LoadError as error:  # not one record: what follows says why
         failures = 1
         lines.append(f"FAILED {error}")

@@ -8,16 +8,19 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import harness.engines
+import harness.run
 from harness import provenance
 from harness.cli import main
 from harness.engines.base import EngineError
 from harness.records import RECORDS, RecordError, RecordWriter, read_records
+from harness.requests import request_path, write_requests
 from tests.harness import scripted
 from tests.harness.helpers import ROOT, fold_bench, records, toy_pair
 
@@ -162,6 +165,72 @@ def test_changed_requests_are_not_mixed_into_a_run(
     toy_pair(tmp_path / "pair", count=5)
     assert main(pair) == 2
     assert "changed since this run began: use another run_dir=" in capsys.readouterr().err
+
+
+def test_requests_built_anew_while_a_run_lasts_do_not_reach_it(
+    pair: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another command with other benchmark options (or the next one of a sweep) replaces the file at the same path."""
+
+    class Replaced(scripted.Scripted):
+        def decode(self, request, method):  # type: ignore[no-untyped-def]
+            if not self.calls:
+                shutil.rmtree(tmp_path / "pair")
+                toy_pair(tmp_path / "pair", count=1)
+            return super().decode(request, method)
+
+    use(monkeypatch, Replaced())
+    assert main(pair) == 0
+    assert len(records(run_dir(tmp_path))) == 19 and run_json(tmp_path)["requests"]["demo_code"]["count"] == 4
+
+
+def test_each_run_of_a_sweep_reads_the_requests_of_its_own_options(
+    pair: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All are prepared before the first one runs, at one path."""
+
+    def build(benchmark, tokenizer, target, data_dir, source=None):  # type: ignore[no-untyped-def]
+        path = request_path(data_dir, benchmark.name, target.name)
+        write_requests(path, scripted.make_requests(benchmark.n), {"recipe": {"benchmark": asdict(benchmark)}})
+        return path
+
+    shutil.rmtree(tmp_path / "pair" / "data")
+    monkeypatch.setattr("data_prep.prepare.prepare", build)
+    monkeypatch.setattr("data_prep.tokens.stop_ids_of", lambda folder, tokenizer: (scripted.STOP,))
+    monkeypatch.setattr(harness.run, "_tokenizer", lambda folder: None)
+    use(monkeypatch, scripted.Scripted())
+    assert main(["-m", *pair, "method=fold", "benchmark.n=3,2", "drift_requests=0"]) == 0
+    for run in (tmp_path / "results" / "runs").iterdir():
+        started = json.loads((run / "run.json").read_text())
+        n = started["config"]["benchmarks"][0]["n"]
+        assert started["requests"]["demo_code"]["count"] == n
+        assert len({record.request_id for record in records(run)}) == n
+
+
+def test_a_run_leaves_its_table_and_plot(
+    pair: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use(monkeypatch, scripted.Scripted())
+    assert main([*pair, "method=fold"]) == 0
+    text = (run_dir(tmp_path) / "summary.md").read_text(encoding="utf-8")
+    assert text.startswith("| benchmark | length |") and "| **demo_code** | **1K** | **1** | **fold** |" in text
+    assert (run_dir(tmp_path) / "by_length.png").read_bytes().startswith(b"\x89PNG")
+    assert not list(run_dir(tmp_path).glob("*.partial*")) + list(run_dir(tmp_path).glob(".*.partial*"))
+
+
+def test_a_plot_that_cannot_be_made_does_not_fail_the_run(
+    pair: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(figure: Any, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("analysis.style.save", fail)
+    use(monkeypatch, scripted.Scripted())
+    assert main([*pair, "method=fold"]) == 0
+    assert "note: " in (said := capsys.readouterr().err) and "by_length.png cannot be drawn" in said
+    assert (run_dir(tmp_path) / "summary.md").exists() and not list(run_dir(tmp_path).glob("*.png"))
+    assert not list(run_dir(tmp_path).glob(".*.png"))
 
 
 def test_another_configuration_in_the_same_folder_is_refused(
