@@ -170,3 +170,7 @@ def hydra_error(error: Exception) -> str:
         if not line.lstrip().startswith(("See http", "full_key", "object_type"))
     ]
     return " ".join(" ".join(lines).split())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -225,11 +225,16 @@ def expand(cfg: DictConfig, overrides: Sequence[str], compose: Compose) -> list[
         nested = any(text.startswith("+experiment=") for text in part)
         of = {text.partition("=")[2] for text in part if text.startswith("+model=")}
         if nested or not models or models == of:
-            # Hydra takes a group once only.
-            kept = [text for text in part if text.partition("=")[0] not in {each.partition("=")[0] for each in mine}]
-            its = [*kept, *(chosen if nested else []), *mine]
+            # Hydra takes a group once only, and method= and methods= choose the same thing.
+            given = {_chosen(text) for text in mine}
+            its = [*(text for text in part if _chosen(text) not in given), *(chosen if nested else []), *mine]
             runs += expand(compose(its), its, compose)
     return runs
+
+
+def _chosen(override: str) -> str:
+    key = override.partition("=")[0].lstrip("+")
+    return "methods" if key == "method" else key
 
 
 def _member_overrides(members: Iterable[str], overrides: Sequence[str]) -> list[str]:

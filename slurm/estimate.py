@@ -113,6 +113,9 @@ def _costs(target: str, length: float) -> tuple[float, float]:
     return prefill, (2 * known.parameters + known.kv_bytes * length) / BYTES_PER_S
 
 
+_COLUMNS = ["row", "column", "printed"]
+
+
 @cache
 def _published(drafter: str) -> dict[str, Load]:
     """A pair's loads by task key; empty for other pairs, and where the paper's numbers are not installed."""
@@ -121,9 +124,12 @@ def _published(drafter: str) -> dict[str, Load]:
     with suppress(LoadError):
         cells = published(7)
         mine = cells[cells["group"] == PAIRS[drafter].model]
-        lengths = {cell.row: _middle(cell.printed) for cell in mine.itertuples() if cell.column == "Input length"}
-        counts = {cell.row: int(cell.value) for cell in mine.itertuples() if cell.column == "n"}
-        rows = {task_key(row): Load(n, lengths.get(row) or _tokens(row.split()[-1]), 0) for row, n in counts.items()}
+        texts = {(str(row), str(column)): str(text) for row, column, text in mine[_COLUMNS].to_numpy()}
+        rows = {}
+        for (row, column), text in texts.items():
+            if column == "n":
+                length = texts.get((row, "Input length"), row.split()[-1])  # SPEED-Bench's tier is its length
+                rows[task_key(row)] = Load(int(text), _middle(length), 0)
         stated = {task_key(row): Load(n, length, 0) for row, (n, length) in STATED.get(drafter, {}).items()}
         return rows | stated
     return {}

@@ -34,8 +34,8 @@ def run_unit(submission: Path, name: str) -> int:
     """Run or continue one unit of a submission; 0 if every cell is measured and confirmed, else 1."""
     plan = load(submission)
     unit = plan.units[name]
-    (composed,) = compose_plans(list(unit.work.overrides)) or [None]
-    if composed is None or composed.hash != unit.work.hash:
+    (composed,) = compose_plans(list(unit.work.overrides)) or []
+    if composed.hash != unit.work.hash:
         raise UserError(
             f"{unit.work.run} no longer composes to the configuration that was planned: the code of this submission "
             "has changed; use another run_dir="

@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.live import Live
@@ -40,19 +41,20 @@ LOCAL = "local"
 SHOWN = 40
 
 _TEXT = rb'"[^"\\]*"'
+_KEPT = rb'"([^"\\]*)"'
 # The fields of harness.records.Record in the order in which they are written; another order is only slower to read.
 _HEAD = re.compile(
-    rb'\{"run":' + _TEXT + rb',"unit":' + _TEXT + rb',"order":\d+,"request_id":(' + _TEXT + rb'),"benchmark":' + _TEXT
-    + rb',"task":' + _TEXT + rb',"prompt_tokens":\d+,"prompt_sha256":' + _TEXT + rb',"method":(' + _TEXT
-    + rb'),"engine":' + _TEXT + rb',"device_uuid":(' + _TEXT + rb'),"host":(' + _TEXT + rb'),"started_at":(' + _TEXT
-    + rb"),"
+    rb'\{"run":' + _TEXT + rb',"unit":' + _TEXT + rb',"order":\d+,"request_id":' + _KEPT + rb',"benchmark":' + _TEXT
+    + rb',"task":' + _TEXT + rb',"prompt_tokens":\d+,"prompt_sha256":' + _TEXT + rb',"method":' + _KEPT
+    + rb',"engine":' + _TEXT + rb',"device_uuid":' + _KEPT + rb',"host":' + _KEPT + rb',"started_at":' + _KEPT + rb","
 )  # fmt: skip
-_TAIL = re.compile(rb'"warmup":(true|false),"attempt":\d+,"error":"","schema":"' + SCHEMA.encode() + rb'"\}\n\Z')
+_GOOD_END = b',"error":"","schema":"' + SCHEMA.encode() + b'"}\n'
+# Before it stands "warmup":false,"attempt":1
+_WARM = b'"warmup":true,'
 _STATUS = re.compile(rb'"status": "(\w+)"\s*\}\s*\Z')
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """What counts of a record. error: "" for a good one."""
 
     request: str
@@ -66,10 +68,10 @@ class Line:
 
 def read_line(line: bytes) -> Line:
     """The fields of one line of a record file that counting needs. Raises ValueError for a damaged line."""
-    head, tail = _HEAD.match(line), _TAIL.search(line, max(len(line) - 120, 0))
-    if head and tail:
-        request, arm, device, host, started = (part[1:-1].decode() for part in head.groups())
-        return Line(request, arm, device, host, started, tail.group(1) == b"true", "")
+    if line.endswith(_GOOD_END) and (head := _HEAD.match(line)):
+        request, arm, device, host, started = head.groups()
+        warm = line.rfind(_WARM, len(line) - 90) >= 0
+        return Line(request.decode(), arm.decode(), device.decode(), host.decode(), started.decode(), warm, "")
     value = json.loads(line)
     if not isinstance(value, dict) or value.get("schema") != SCHEMA:
         raise ValueError("not a record")
@@ -202,9 +204,9 @@ class UnitState:
 class View:
     """Reads a submission again and again; files that did not change are not read twice.
 
-    ask: whether to ask SLURM even if no job was ever queued. silent: why SLURM could not be asked, "" if it could or need
-    not be. strangers: jobs of this submission that jobs.jsonl does not
-    know (a fold-submit that was killed before it wrote them down).
+    ask: whether to ask SLURM even if no job was ever queued. silent: why SLURM could not be asked, "" if it could or
+    need not be. strangers: jobs of this submission that jobs.jsonl does not know (a fold-submit that was killed before
+    it wrote them down).
     """
 
     submission: Submission

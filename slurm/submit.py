@@ -162,12 +162,12 @@ def _absolute(plan: Plan) -> Plan:
     """The plan with folders that mean the same wherever a job starts, in its overrides too."""
     config = plan.config
     data = Path(config.data_dir).expanduser().absolute() if config.data_dir else default_cache_dir() / "requests"
-    folders = {"data_dir": str(data)}
-    if config.source_dir:
-        folders["source_dir"] = str(Path(config.source_dir).expanduser().absolute())
+    source = str(Path(config.source_dir).expanduser().absolute()) if config.source_dir else None
+    folders = {"data_dir": str(data)} | ({"source_dir": source} if source else {})
     more = [f"{key}={_quoted(value)}" for key, value in folders.items()]
     overrides = [text for text in plan.overrides if text.partition("=")[0].lstrip("+") not in folders]
-    return replace(plan, config=replace(config, **folders), overrides=(*overrides, *more))
+    config = replace(config, data_dir=str(data), source_dir=source)
+    return replace(plan, config=config, overrides=(*overrides, *more))
 
 
 def _quoted(value: str) -> str:

@@ -97,7 +97,7 @@ def load(folder: Path) -> Submission:
         value = json.loads((folder / "submission.json").read_bytes())
         if value["schema"] != SCHEMA:
             raise ValueError(f"schema {value['schema']!r}")
-        works = tuple(Work(**{k: tuple(v) if isinstance(v, list) else v for k, v in w.items()}) for w in value["works"])
+        works = tuple(Work(**w | {name: tuple(w[name]) for name in ("arms", "overrides")}) for w in value["works"])
         return Submission(folder.absolute(), works, value["code"])
     except FileNotFoundError:
         raise UserError(f"{folder} is no submission of fold-submit (no submission.json in it)") from None

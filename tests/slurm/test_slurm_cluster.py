@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -18,7 +20,7 @@ from analysis.load import load as load_runs
 from harness.records import AR_AGAIN, RECORDS, read_records
 from slurm.status import DONE, FAILED, RUNNING, View
 from slurm.units import load
-from tests.slurm.slurm_fixtures import command, hooked, states, toy, wait_for
+from tests.slurm.slurm_fixtures import ROOT, command, hooked, states, toy, wait_for
 
 pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).parent / "cluster.sh"
@@ -127,7 +129,9 @@ def test_preemption_cancellation_kills_and_two_submits_lose_and_double_nothing(c
     requests = {(unit, request) for unit, request, _, _ in counts}
     assert len(requests) == 24
     for unit, request in requests:
-        pairs = [{arm for u, r, arm, d in counts if (u, r, d) == (unit, request, device)} for device in ("gpu-a", "gpu-b")]
+        pairs = [
+            {arm for u, r, arm, d in counts if (u, r, d) == (unit, request, device)} for device in ("gpu-a", "gpu-b")
+        ]
         assert any({"ar", "original", "fold"} <= arms for arms in pairs)
     assert "nothing to submit" in submit(folder, overrides, **env).stdout
     assert command("status", str(folder), cwd=tmp_path).returncode == 0
@@ -169,3 +173,60 @@ def test_a_dead_slurmd_and_a_full_disk(cluster: Path, tmp_path: Path) -> None:
 
 
 PATH = f"{os.environ.get('PATH', '')}:/usr/sbin"
+
+
+def test_the_demo_as_arrays_accepts_what_the_local_run_accepts(cluster: Path, tmp_path: Path) -> None:
+    drafter = random_drafter(tmp_path / "drafter")
+    overrides = [f"drafter.source={drafter}", "drafter.block=5", "benchmark.levels=[1K]", "benchmark.n=2"]
+    overrides += ["benchmark.max_new_tokens=8", f"data_dir={tmp_path / 'data'}", "drift_requests=1"]
+    folder = tmp_path / "submission"
+    given = ["+experiment=demo", "methods=[original,fold]", *overrides, "slurm.shards=2"]
+    done = submit(folder, given, OMP_NUM_THREADS="1")
+    assert done.returncode == 0 and "submitted 6 units" in done.stdout, done.stderr
+    local = subprocess.run(
+        [sys.executable, "-m", "harness.cli", "benchmark=demo", "methods=[original,fold]", *overrides, "run_dir=local"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert local.returncode == 0, local.stderr
+    wait_for(lambda: ended(folder), 540)
+    assert command("collect", str(folder), cwd=tmp_path).returncode == 0
+    tables = []
+    for runs in (load_runs(tmp_path / "local"), load_runs(folder / "collected")):
+        rows = runs.used[["benchmark", "request", "arm", "tau", "n_out", "rounds"]].astype("str")
+        tables.append(sorted(rows.itertuples(index=False, name=None)))
+    assert tables[0] == tables[1] and len(tables[0]) == 6 * 3
+    assert {row[0] for row in tables[0]} == {"demo_code", "demo_docs", "demo_kv"}
+
+
+def random_drafter(folder: Path) -> Path:
+    """A drafter for the demo target with random weights: acceptance is near 1, and the same everywhere."""
+    from data_prep.demo.target import ensure_target
+    from harness.drafters import read_config
+    from harness.drafters.checkpoint import random_tensors, save_drafter
+
+    target = json.loads((ensure_target() / "config.json").read_text())
+    folder.mkdir()
+    raw = {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "block_size": 5,
+        "dflash_config": {"mask_token_id": 60, "target_layer_ids": [1, 14]},
+        "num_target_layers": target["num_hidden_layers"],
+        "num_hidden_layers": 1,
+        "hidden_size": target["hidden_size"],
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 8192,
+        "vocab_size": target["vocab_size"],
+    }
+    (folder / "config.json").write_text(json.dumps(raw))
+    config = read_config(folder)
+    save_drafter(folder, config, random_tensors(config, seed=1))
+    return folder
