@@ -2,8 +2,8 @@
 
 One forward pass drafts many blocks of a sequence at once: block n sits at anchor a_n, its slot 0 is the anchor's
 token and slots 1..B-1 are the mask token, slot k at position a_n + k predicts that position's token. A query reads
-the features of positions strictly before its anchor and the keys of its own block in both directions (z-lab DFlash,
-`facts/drafters.md` 1.2 and 3.1).
+the features of positions strictly before its anchor and the keys of its own block in both directions
+(DFlash, arXiv 2602.06036, section 3 and appendix A.1).
 """
 
 from __future__ import annotations
