@@ -39,6 +39,8 @@ def _demo(job: Job) -> Iterator[Prompt]:
     job.facts["python"] = PYTHON
     if config.n is None:
         raise PrepError(f"{config.name}: benchmark.n must say how many examples per level to build")
+    if not config.levels:
+        raise PrepError(f"{config.name}: benchmark.levels is empty; give at least one, for example [1K]")
     yield from demo_prompts(config.name, config.levels, config.n, job.tokenizer, job.target)
 
 

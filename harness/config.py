@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
@@ -75,7 +76,10 @@ class DrafterConfig:
         if not self.source.startswith(PACKAGED):
             return self.source
         package, _, rest = self.source.removeprefix(PACKAGED).partition("/")
-        return str(files(package).joinpath(rest))
+        try:
+            return str(files(package).joinpath(rest))
+        except (ModuleNotFoundError, TypeError, ValueError):  # unknown, a module without folder, an empty name
+            raise UserError(f"drafter.source={self.source}: there is no package {package!r}") from None
 
 
 @dataclass
@@ -340,11 +344,13 @@ def check(plan: Plan, here: bool = True) -> None:
             "engine.threads": engine.threads,
         }
     )
+    for benchmark in plan.benchmarks:
+        _positive({"benchmark.n": benchmark.n, "benchmark.max_new_tokens": benchmark.max_new_tokens})
     for key, value in {"warmup_tokens": config.warmup_tokens, "drift_requests": config.drift_requests}.items():
         if value < 0:
             raise UserError(f"{key}={value}: must not be negative")
-    if config.max_gap is not None and not config.max_gap >= 0:
-        raise UserError(f"max_gap={config.max_gap}: must not be negative")
+    if config.max_gap is not None and not 0 <= config.max_gap < math.inf:
+        raise UserError(f"max_gap={config.max_gap}: must not be negative, nor infinite")
     _one_of("engine.name", engine.name, ENGINES)
     _one_of("engine.device", engine.device, ("auto", "cpu", "cuda"))
     _one_of("engine.dtype", engine.dtype, ("auto", "float32", "bfloat16", "float16"))

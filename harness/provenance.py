@@ -22,6 +22,7 @@ from typing import Any
 
 import psutil
 
+from harness.records import RecordError
 from harness.requests import write_atomic
 
 SCHEMA = "fold-bench-run/1"
@@ -197,10 +198,12 @@ class RunFile:
             "starts": [],
             "status": "running",
         }
-        with suppress(FileNotFoundError, ValueError):
+        # A file that is damaged is written anew: records carry the configuration's hash themselves.
+        with suppress(FileNotFoundError, ValueError, TypeError, AttributeError, KeyError):
             earlier = json.loads(self.path.read_bytes())
             if earlier.get("schema") == SCHEMA and earlier.get("config_hash") == config_hash:
-                self.content |= {key: earlier[key] for key in ("requests", "arms", "models", "starts")}
+                kept = {key: earlier[key] | {} for key in ("requests", "arms", "models")}
+                self.content |= kept | {"starts": [*earlier["starts"]]}
         self.content["starts"].append({"argv": argv, "pid": os.getpid(), "begin": machine(), "end": None})
 
     @property
@@ -209,9 +212,14 @@ class RunFile:
         return self.content["starts"][-1]
 
     def write(self) -> None:
-        """Replace the file."""
+        """Replace the file. Raises RecordError if that is impossible; the earlier one then stays."""
         text = json.dumps(self.content, indent=1, ensure_ascii=False, default=str) + "\n"
-        write_atomic(self.path, text.encode())
+        try:
+            write_atomic(self.path, text.encode())
+        except OSError as error:
+            raise RecordError(
+                f"{self.path} cannot be written ({error.strerror}); make room and start the same command again"
+            ) from None
 
     def finish(self, status: str, **facts: Any) -> None:
         """Complete this process's entry with `facts` and the machine's state, and set the run's status."""

@@ -218,16 +218,28 @@ class RecordWriter:
             with suppress(OSError):  # only a courtesy to the process that is refused
                 self._owner.write_text(f"process {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
             self._log = JsonLines(self.path)
-            self.existing = list(read_records(self.path))
+            numbered = list(_numbered(self.path))
+            self.existing = [record for _, record in numbered]
             foreign = next((record.run for record in self.existing if record.run != run), None)
             if foreign is not None:
                 raise RecordError(
                     f"{self.path} holds records of another configuration ({foreign}, this one is {run}); "
                     "choose another run_dir= or remove it"
                 )
+            for number, record in numbered:
+                self._refuse_broken(number, record)
         except BaseException:
             self._lock.release()
             raise
+
+    def _refuse_broken(self, number: int, record: Record) -> None:
+        """An edited line must not be continued: what could not have been written here is damage."""
+        try:
+            broken = broken_invariant(record, self.proposals)
+        except (TypeError, AttributeError) as error:
+            broken = str(error)
+        if broken is not None:
+            raise RecordError(f"{self.path}, line {number} is damaged ({broken}); restore it or remove that line")
 
     @property
     def torn_bytes(self) -> int:
@@ -283,9 +295,14 @@ def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def read_records(path: Path) -> Iterator[Record]:
     """The records of a file in file order. Raises RecordError with the line number for a damaged or foreign line."""
+    for _, record in _numbered(path):
+        yield record
+
+
+def _numbered(path: Path) -> Iterator[tuple[int, Record]]:
     known = {entry.name for entry in fields(Record)}
     for number, value in read_lines(path):
         if value.get("schema") != SCHEMA or value.keys() != known:
             wrong = sorted(known ^ value.keys()) or [f"schema {value.get('schema')!r}"]
             raise RecordError(f"{path}, line {number} is not a record of {SCHEMA} ({', '.join(wrong)})")
-        yield Record(**value)
+        yield number, Record(**value)

@@ -198,7 +198,7 @@ class RequestFile:
             # Before the manifest is read: should another process replace both in between, they do not match.
             self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             weakref.finalize(self, os.close, self._file)
-            digest = hashlib.file_digest(_View(self._file), "sha256").hexdigest()  # type: ignore[arg-type]
+            digest = hashlib.file_digest(_View(self._file), "sha256").hexdigest()
         except OSError as error:
             load_manifest(path)  # a file that was never prepared, or not to its end, is told as that
             raise RequestFileError(

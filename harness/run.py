@@ -228,7 +228,7 @@ def execute(job: Job, argv: Sequence[str]) -> int:
             raise UserError(str(error)) from None
         _announce(job)
         reports: list[Report] = []
-        status, engine_s = "failed", 0.0
+        status, engine_s, unfinished = "failed", 0.0, ""
         try:
             engine_s, reports = _run_units(job, writer, log, judged, run_file)
             status = "complete" if all(report.ok for report in reports) else "incomplete"
@@ -241,13 +241,19 @@ def execute(job: Job, argv: Sequence[str]) -> int:
         finally:
             log.close()
             wall = time.perf_counter() - started
-            run_file.finish(
-                status,
-                reports=[asdict(report) for report in reports],
-                wall_s=round(wall, 3),
-                engine_s=round(engine_s, 3),
-                harness_share=round(1 - engine_s / wall, 4),
-            )
+            try:
+                run_file.finish(
+                    status,
+                    reports=[asdict(report) for report in reports],
+                    wall_s=round(wall, 3),
+                    engine_s=round(engine_s, 3),
+                    harness_share=round(1 - engine_s / wall, 4),
+                )
+            except RecordError as error:  # what has stopped the run already, mostly: it is told once
+                unfinished = str(error)
+    if unfinished:
+        print(f"fold-bench: {unfinished}", file=sys.stderr)
+        return 1
     return _conclude(job, reports)
 
 

@@ -134,6 +134,10 @@ def test_a_file_that_is_one_torn_line_becomes_empty(tmp_path: Path) -> None:
     assert list(read_records(tmp_path / RECORDS)) == [GOOD]
 
 
+def edited(**changes: object) -> bytes:
+    return json.dumps({**asdict(GOOD), **changes}).encode() + b"\n"
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -145,6 +149,9 @@ def test_a_file_that_is_one_torn_line_becomes_empty(tmp_path: Path) -> None:
         (b'{"schema":"fold-bench-record/1"}\n', "line 2 is not a record"),
         (json.dumps({**asdict(GOOD), "schema": "other/9"}).encode() + b"\n", "line 2 is not a record .*other/9"),
         (json.dumps({**asdict(GOOD), "extra": 1}).encode() + b"\n", r"line 2 is not a record .*\(extra\)"),
+        (edited(output_ids=GOOD.output_ids[:-1]), r"line 2 is damaged \(.* but .* delivered\)"),
+        (edited(last_token_s=GOOD.first_token_s - 1), r"line 2 is damaged \(the clock runs backwards"),
+        (edited(commits="4"), "line 2 is damaged"),
     ],
 )
 def test_other_damage_stops_with_file_and_line(tmp_path: Path, damage: bytes, message: str) -> None:

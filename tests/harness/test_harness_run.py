@@ -274,6 +274,50 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_later(
     assert len(records(run_dir(tmp_path))) == 19
 
 
+def test_a_disk_that_is_full_for_every_file_is_one_line(
+    pair: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """run.json cannot be completed either; that must not replace the message by a traceback."""
+    use(monkeypatch, scripted.Scripted())
+    real, write, written = RecordWriter.append, provenance.write_atomic, 0
+
+    def full(self: RecordWriter, record: Any) -> None:
+        nonlocal written
+        written += 1
+        if written >= 7:
+            raise RecordError("records.jsonl cannot be written (No space left on device); make room")
+        real(self, record)
+
+    def full_too(path: Path, data: bytes) -> None:
+        if written >= 7:
+            raise OSError(28, "No space left on device")
+        write(path, data)
+
+    monkeypatch.setattr(RecordWriter, "append", full)
+    monkeypatch.setattr(provenance, "write_atomic", full_too)
+    assert main(pair) == 1
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("fold-bench:")]
+    assert said == ["fold-bench: records.jsonl cannot be written (No space left on device); make room"]
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    use(monkeypatch, scripted.Scripted())
+    assert main(pair) == 0
+    assert len(records(run_dir(tmp_path))) == 19 and run_json(tmp_path)["status"] == "complete"
+
+
+@pytest.mark.parametrize("content", [b"[1]", b"{", b'{"schema": "fold-bench-run/1"}', b'{"requests": 3}'])
+def test_a_damaged_run_json_is_written_anew(
+    pair: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
+) -> None:
+    use(monkeypatch, scripted.Scripted())
+    assert main([*pair, "method=fold"]) == 0
+    file = run_dir(tmp_path) / "run.json"
+    hash_of_run = run_json(tmp_path)["config_hash"].encode()
+    file.write_bytes(content.replace(b"}", b', "config_hash": "' + hash_of_run + b'"}'))
+    assert main([*pair, "method=fold"]) == 0
+    assert run_json(tmp_path)["status"] == "complete" and run_json(tmp_path)["requests"]
+
+
 def test_a_disk_too_full_for_run_json(
     pair: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
