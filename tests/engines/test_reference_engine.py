@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +13,12 @@ import torch
 
 from harness.drafters import Drafter
 from harness.engines.base import EngineError, Generation
+from harness.engines.reference import engine as engine_module
 from harness.engines.reference.engine import ReferenceEngine
 from harness.engines.reference.target import Target
 from harness.requests import Request
 from methods import METHODS, make_method
+from methods.original import Original
 from methods.reader import ContextCache, DenseReader
 from methods.reading import RequestGeometry
 from tests.engines.tiny import ARCHITECTURES, INFO, VOCAB, Guided, open_pair, request, save_target
@@ -145,8 +149,12 @@ def test_a_stop_token_inside_an_accepted_block_ends_the_output_there(tmp_path: P
         got = engine.decode(asked, make_method("original"))
         check(got, asked)
         assert (got.output_ids, got.finish) == (output[: index + 1], "stop")
+        # The caches hold what was committed, the last token aside: overrun is what of it was not delivered.
+        assert parts[1].length == len(asked.prompt_ids) + len(got.output_ids) + got.overrun - 1
         seen_overrun |= got.overrun > 0
     assert seen_overrun
+    both = replace(asked, max_new_tokens=index + 1)
+    assert {engine.decode(both, m).finish for m in (None, make_method("original"))} == {"stop"}
 
 
 def test_the_limit_clips_the_last_round(tmp_path: Path) -> None:
@@ -167,6 +175,7 @@ def test_gaps_are_zero_for_the_targets_own_output_and_positive_elsewhere(tmp_pat
     asked = request(limit=12)
     output = engine.decode(asked, None).output_ids
     assert max(engine.logit_gaps(asked, output)) < 1e-9
+    assert engine.logit_gaps(asked, output[:1])[0] < 1e-9
     wrong = [*output[:5], (output[5] + 1) % VOCAB, *output[6:]]
     gaps = engine.logit_gaps(asked, wrong)
     assert max(gaps[:5]) < 1e-9 < 1e-3 < gaps[5]
@@ -177,6 +186,43 @@ def test_a_request_beyond_the_targets_positions_is_refused(tmp_path: Path) -> No
     engine, _, _ = open_pair(tmp_path)
     with pytest.raises(EngineError, match="exceed the target's 512 positions"):
         engine.decode(request(500, 48), None)
+    with pytest.raises(EngineError, match="507 prompt tokens, 1 to generate and 5 of a block exceed"):
+        engine.decode(request(507, 1), None)
+    assert len(engine.decode(request(506, 1), None).output_ids) == 1  # 512 exactly
+
+
+def test_every_second_goes_to_the_phase_that_took_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock that ticks once a look: a round is a tick of drafting, one of verification and one between rounds."""
+    save_target("llama", tmp_path)
+    asked = request(limit=12)
+    engine, _ = guided(open_pair(tmp_path), asked)
+    ticks = count()
+    monkeypatch.setattr(engine_module, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
+    plain = engine.decode(replace(asked, max_new_tokens=70), None)  # more than was prefilled for: a new prefill
+    assert plain.prefill_s == 1.0
+    assert plain.last_token_s - plain.first_token_s == 69.0
+    got = engine.decode(asked, make_method("original"))
+    rounds = len(got.commits)
+    assert got.round_s == {"draft": rounds, "verify": rounds}
+    assert got.last_token_s - got.first_token_s == 3 * rounds
+
+
+def test_a_method_is_told_the_requests_lengths_and_an_arm_its_own_description(tmp_path: Path) -> None:
+    save_target("llama", tmp_path)
+    _, target, drafter = open_pair(tmp_path)
+    info = replace(INFO, drafter={"block": 5})
+    engine = ReferenceEngine(target, drafter, prefill_chunk=7, info=info)
+    asked, told = request(limit=3), []
+
+    class Told(Original):
+        def plan(self, layer: Any, geometry: RequestGeometry) -> Any:
+            told.append(geometry)
+            return super().plan(layer, geometry)
+
+    engine.decode(asked, Told())
+    assert told == [RequestGeometry(prompt=40, limit=3, block=5)] * 2  # once a layer
+    assert engine.describe(None).drafter == {} and engine.describe(Told()).drafter == {"block": 5}
+    assert replace(engine.describe(None), drafter=info.drafter) == info == engine.describe(Told())
 
 
 def test_a_prompt_is_prefilled_once_for_all_arms_and_a_shorter_warm_up(tmp_path: Path) -> None:
@@ -194,7 +240,10 @@ def test_a_prompt_is_prefilled_once_for_all_arms_and_a_shorter_warm_up(tmp_path:
     for limit, name in ((4, None), (4, "fold"), (48, None), (48, "original"), (48, "fold")):
         method = None if name is None else make_method(name, **OPTIONS[name])
         engine.decode(replace(asked, max_new_tokens=limit), method)
+    every = tuple(range(VOCAB))  # ends the output at once
+    engine.decode(replace(asked, max_new_tokens=64, stop_ids=every), None)  # as many as room is kept for
     assert sum(fed) == len(asked.prompt_ids)
+    engine.decode(replace(asked, max_new_tokens=65, stop_ids=every), None)  # a block behind them would not fit
     engine.decode(replace(asked, max_new_tokens=200), None)
     engine.decode(request(seed=1), None)
-    assert sum(fed) == 3 * len(asked.prompt_ids)
+    assert sum(fed) == 4 * len(asked.prompt_ids)

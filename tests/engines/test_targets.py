@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from harness.engines.base import EngineError
-from harness.engines.reference.attention import attend, row_weights
+from harness.engines.reference.attention import _fused, attend, row_weights
+from harness.engines.reference.dense import DenseTarget
 from harness.engines.reference.target import open_target
 from tests.engines.tiny import ARCHITECTURES, VOCAB, save_target
 
@@ -82,8 +85,57 @@ def test_attention_equals_a_masked_softmax(rows: int, before: int) -> None:
         held_keys, held_values = (F.pad(held, (0, 0, 0, spare), value=7.0) for held in (keys, values))
         got = attend(q, held_keys, held_values, before + rows, 0.3)
         torch.testing.assert_close(got, weights @ wide_values)
+    torch.testing.assert_close(_fused(q, keys, values, 0.3), weights @ wide_values)  # what a GPU runs
     expected = weights[:, -1].mean(0).float()
     torch.testing.assert_close(row_weights(q[:, -1], keys, 0.3), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_targets_own_yarn_scales_its_logits_too(tmp_path: Path) -> None:
+    from transformers import LlamaForCausalLM
+
+    save_target("llama", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["rope_parameters"] = {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "attention_factor": 1.3,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    ids = list(range(2, 42))
+    with torch.no_grad():
+        expected = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()(torch.tensor([ids])).logits[0]
+    target = open_target(tmp_path, torch.float32, CPU)
+    assert isinstance(target, DenseTarget)
+    target.reserve(40)
+    torch.testing.assert_close(target.forward(ids).logits, expected, rtol=1e-3, atol=2e-3)
+
+
+def test_only_plain_llama_and_qwen3_blocks_run_on_the_lean_path() -> None:
+    """Anything else is computed by transformers' own modules, never by a block that lacks a part of it."""
+    assert DenseTarget.supports(SimpleNamespace(model_type="llama", hidden_act="silu"))
+    assert DenseTarget.supports(SimpleNamespace(model_type="qwen3", hidden_act="silu", use_sliding_window=False))
+    for changed in (
+        {"model_type": "mistral"},
+        {"use_sliding_window": True},
+        {"hidden_act": "gelu"},
+        {"attention_bias": True},
+        {"mlp_bias": True},
+    ):
+        assert not DenseTarget.supports(SimpleNamespace(**{"model_type": "llama", "hidden_act": "silu", **changed}))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "llama3"])  # a tied head and one of its own
+def test_bytes_held_are_the_checkpoints_and_the_caches(architecture: str, tmp_path: Path) -> None:
+    model = save_target(architecture, tmp_path)
+    target = open_target(tmp_path, torch.float64, CPU)
+    target.reserve(30)
+    target.forward([1, 2, 3])
+    target.reserve(20)  # fits the block that is there, and starts anew in it
+    assert target.length == 0
+    cache = 2 * 6 * 2 * 30 * 16 * 8  # keys and values, layers, heads, positions, dims, float64
+    assert target.nbytes() == {"weights": 8 * sum(p.numel() for p in model.parameters()), "cache": cache}
 
 
 def test_what_does_not_load_says_why_in_one_line(tmp_path: Path) -> None:
@@ -96,6 +148,9 @@ def test_what_does_not_load_says_why_in_one_line(tmp_path: Path) -> None:
         open_target(tmp_path, torch.float32, CPU)
     (tmp_path / "model.bin").rename(weights)
     config = (tmp_path / "config.json").read_text()
+    (tmp_path / "config.json").write_text(config.replace('"tie_word_embeddings": true', '"tie_word_embeddings": false'))
+    with pytest.raises(EngineError, match=r"tensor lm_head\.weight is missing; the checkpoint is incomplete"):
+        open_target(tmp_path, torch.float32, CPU)
     (tmp_path / "config.json").write_text(config.replace('"intermediate_size": 96', '"intermediate_size": 80'))
     with pytest.raises(EngineError, match=r"gate_proj\.weight is \(96, 64\), but its config\.json asks for \(80, 64\)"):
         open_target(tmp_path, torch.float32, CPU)

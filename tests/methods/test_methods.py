@@ -246,7 +246,15 @@ def test_what_does_not_fit_is_said():
     rope = product_rope("default")
     with pytest.raises(ValueError, match="retrieved"):
         dense_read(plan, q, k, v, kb, vb, rope=rope, scale=1.0)
-    for wrong in ((q[:3], k, v, kb, vb), (q, k[..., :8], v, kb, vb), (q, k, v[:4], kb, vb), (q[:, :7], k, v, kb, vb)):
+    for wrong in (
+        (q[:3], k, v, kb, vb),
+        (q, k[..., :8], v, kb, vb),
+        (q, k, v[:4], kb, vb),
+        (q[:, :7], k, v, kb, vb),
+        (q, k, v, kb[:, :1], vb[:, :1]),
+        (q, k, v, kb, vb[..., :8]),
+        (q[:, 0], k[:, 0], v[:, 0], kb[:, 0], vb[:, 0]),
+    ):
         with pytest.raises(ValueError, match="dense_read wants"):
             dense_read(plan, *wrong, rope=rope, scale=1.0)
     shared = ReadPlan((Branch(All(), SharedDistance(5, True), block=True),))

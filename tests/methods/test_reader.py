@@ -8,7 +8,7 @@ import pytest
 import torch
 from read_cases import HEAD_DIM, OPTIONS, ROPES, WINDOW, product_rope
 
-from methods import METHODS, make_method
+from methods import METHODS, make_method, turned
 from methods.reader import CachedReader, ContextCache, DenseReader, DrafterGeometry, open_reader
 from methods.reading import LayerGeometry, RequestGeometry
 
@@ -94,6 +94,32 @@ def test_fast_reader_equals_the_definition_through_a_request(method, option, pro
         for layer, (ours, theirs) in enumerate(zip(fast, dense, strict=True)):
             assert ours.shape == (B, heads[0], drafter.value_dim) and ours.dtype == torch.float64
             assert float((ours - theirs).abs().max()) < 1e-10, (number, layer)
+
+
+@pytest.mark.parametrize("method", ["original", "window", "streamingllm", "engine_window", "fold", "cmr"])
+@pytest.mark.parametrize("prompt", [1, 40])
+def test_buffers_that_fill_up_keep_what_they_hold(method, prompt, monkeypatch):
+    """Windows move, packed entries grow and a prompt is turned in pieces; no read changes by it."""
+    monkeypatch.setattr(turned, "SLACK", 3)
+    monkeypatch.setattr(turned, "PIECE", 5)
+    drafter = geometry(4, (4, 2), layers=LAYERS[:2])
+    accepted = [1] * 12 + [5, 2, 4, 3, 1, 5]  # single steps meet every fill of the buffers, the last one included
+    made = make_method(method, **OPTIONS[method][0])
+    readers, cache, generator = open_request((CachedReader, DenseReader), made, drafter, prompt, sum(accepted))
+    for number, (fast, dense) in enumerate(decode(readers, cache, accepted, generator)):
+        for ours, theirs in zip(fast, dense, strict=True):
+            assert float((ours - theirs).abs().max()) < 1e-10, number
+
+
+def test_yarn_leaves_a_sliding_layer_as_wide_as_the_cache_as_trained():
+    """Such a layer reaches as far as the full one, whose scaled embedding it must not share."""
+    drafter = geometry(7, layers=(LayerGeometry(), LayerGeometry("sliding_attention", 60)))
+    readers, cache, generator = open_request(
+        (CachedReader, DenseReader), make_method("yarn", reference=16), drafter, 40, 20
+    )
+    for fast, dense in decode(readers, cache, [3], generator):
+        for ours, theirs in zip(fast, dense, strict=True):
+            assert float((ours - theirs).abs().max()) < 1e-10
 
 
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 2e-5), (torch.bfloat16, 0.05)])
@@ -230,6 +256,34 @@ def test_bytes_beyond_the_cache():
     assert held == of_keys
 
 
+def test_bytes_count_every_part_once():
+    """Turned windows, retrieved entries, masks and the method's state; layers that share a window hold one."""
+    rows, entry = 7, 2 * 2 * HEAD_DIM * 8  # one position's keys: two layers, two heads, float64
+    room = WINDOW + rows + turned.SLACK
+
+    def opened(name, **options):
+        drafter = geometry(rows, (4, 2), layers=(LayerGeometry(),) * 2)
+        return open_request((CachedReader,), make_method(name, **options), drafter, 6000, 20)
+
+    (fold,), cache, generator = opened("fold", window=WINDOW)
+    assert fold.extra_bytes() == (room + rows) * entry
+    list(decode([fold], cache, [1], generator))
+    masks = 2 * rows * ((WINDOW + rows - 1 + rows) + (6020 + rows)) * 8  # near and far, for both heads of a group
+    assert fold.extra_bytes() == (room + rows) * entry + masks
+    assert cache.nbytes == 2 * (6020 + rows) * entry
+
+    (cmr,), cache, generator = opened("cmr", chunk=4, topk=3)
+    assert cmr.extra_bytes() == 12 * 8  # the position list
+    cmr.read(0, *(normal(generator, rows, heads, HEAD_DIM) for heads in (4, 2, 2)))
+    assert cmr.extra_bytes() == 12 * 8 + 2 * (12 + rows + turned.SLACK) * entry  # keys and values
+
+    (infllm,), _, _ = opened("infllm", window=WINDOW)
+    blocks = (6020 - WINDOW - rows - 128) // 128
+    watched = 20 + WINDOW + rows  # entries that can still receive attention inside the window
+    state = 2 * 4 * (blocks * HEAD_DIM + watched) * 8
+    assert infllm.extra_bytes() == (room + rows) * entry + state
+
+
 def test_activity_proves_what_was_read():
     def activity(name, **options):
         drafter = geometry(7, (4, 2), layers=(LayerGeometry(),) * 2)
@@ -251,7 +305,11 @@ def test_activity_proves_what_was_read():
     cmr = activity("cmr", chunk=4, topk=3)
     assert cmr["refreshes"] == 1 and 0 < cmr["far_entries_read"] < context
     infllm = activity("infllm", window=WINDOW, block=4, initial=4, topk=2)
-    assert infllm["far_entries_read"] > 0 and infllm["blocks"] > 10
+    # initial, two blocks, and the tail up to what the last row reads: 80..87 of 100 entries, 84..92 of 105
+    assert infllm["far_entries_read"] == 2 * (4 + 8 + 8) + 2 * (4 + 8 + 9) and infllm["blocks"] == 20
+    assert activity("cmr")["far_entries_read"] == 0  # every chunk is selected: nothing is out of its place
+    # 100 entries are exactly what is kept; 105 move the sinks
+    assert activity("streamingllm", sinks=4, recent=96)["far_entries_read"] == 2 * 4
 
 
 def test_wrong_use_is_said_in_one_line():
@@ -262,6 +320,8 @@ def test_wrong_use_is_said_in_one_line():
         open_reader(fold, drafter, RequestGeometry(5, 5, 8), cache)
     with pytest.raises(ValueError, match="another drafter"):
         open_reader(fold, geometry(7, (4, 4)), RequestGeometry(5, 5, 7), cache)
+    with pytest.raises(ValueError, match="another drafter"):
+        open_reader(fold, geometry(7, (4, 2), value_dim=8), RequestGeometry(5, 5, 7), cache)
     with pytest.raises(ValueError, match="holds nothing"):
         ContextCache(drafter, 0, torch.float64)
     with pytest.raises(ValueError, match="do not fit"):
@@ -272,6 +332,8 @@ def test_wrong_use_is_said_in_one_line():
         cache.append(torch.zeros(4, 2, 2, HEAD_DIM), torch.zeros(4, 3, 2, HEAD_DIM))
     with pytest.raises(ValueError, match="crop"):
         cache.crop(1)
+    with pytest.raises(ValueError, match="crop"):
+        cache.crop(-1)
     append(cache, 5, torch.Generator())
     reader = open_reader(fold, drafter, RequestGeometry(5, 5, 7), cache)
     reader.prepare()
@@ -295,3 +357,5 @@ def test_wrong_use_is_said_in_one_line():
         geometry(7, (4, 2), head_dim=8)
     with pytest.raises(ValueError, match="at least one"):
         geometry(7, (4, 2), layers=())
+    with pytest.raises(ValueError, match="at least one"):
+        geometry(0)

@@ -85,6 +85,9 @@ def test_yarn_factor_is_the_papers():
         {"mscale": 0.8, "mscale_all_dim": 0.4},
         {"beta_fast": 16.0, "beta_slow": 2.0},
         {"truncate": False},
+        {"beta_fast": 4.0, "beta_slow": 4.0, "truncate": False},  # a ramp of no width
+        {"mscale": 0.8},  # half a pair does not count
+        {"mscale_all_dim": 0.8},
         {},
     ],
 )
@@ -92,7 +95,7 @@ def test_a_checkpoints_own_yarn(extra):
     params = {"rope_theta": 1e4, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256, **extra}
     ours = build_rope(params, 64)
     factor = extra.get("attention_factor")
-    if "mscale" in extra:
+    if {"mscale", "mscale_all_dim"} <= set(extra):
         factor = (0.08 * math.log(4) + 1) / (0.04 * math.log(4) + 1)
     shape = {k: extra[k] for k in ("beta_fast", "beta_slow", "truncate") if k in extra}
     theirs = oracle.rope_yarn(1e4, 64, 4.0, 256, mscale=factor, **shape)
@@ -121,6 +124,11 @@ def test_same_frequencies_as_transformers(form):
     assert ours.mscale == pytest.approx(factor)
 
 
+def test_the_older_name_of_the_rope_type_is_read():
+    older = {"type" if key == "rope_type" else key: value for key, value in ROPES["llama3"].items()}
+    assert torch.equal(build_rope(older, HEAD_DIM).inv_freq, product_rope("llama3").inv_freq)
+
+
 def test_proportional_factor_divides_the_frequencies():
     plain = build_rope(ROPES["proportional"], HEAD_DIM)
     slow = build_rope({**ROPES["proportional"], "factor": 8.0}, HEAD_DIM)
@@ -147,5 +155,7 @@ def test_wrong_parameters_end_in_one_line(params, says):
 def test_yarn_needs_a_factor_and_a_base():
     with pytest.raises(ValueError, match="factor"):
         product_rope("default").yarn(YarnScaling(0.5, 64))
+    with pytest.raises(ValueError, match="reference 0"):
+        product_rope("default").yarn(YarnScaling(2.0, 0))
     with pytest.raises(ValueError, match="build_rope"):
         Rope(product_rope("default").inv_freq).yarn(YarnScaling(2.0, 64))

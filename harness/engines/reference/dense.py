@@ -59,13 +59,13 @@ class DenseTarget:
         self._dim = getattr(config, "head_dim", None) or self._hidden // self._heads
         self._scale = self._dim**-0.5
         self._rope = build_rope(dict(config.rope_parameters), self._dim)
-        self._weights = 0
         tensors = _Tensors(folder, dtype, device)
         self.embedding = tensors.take("model.embed_tokens.weight", (self.vocab, self._hidden))
         tied = config.tie_word_embeddings
         self.head = self._pack(self.embedding if tied else tensors.take("lm_head.weight", (self.vocab, self._hidden)))
         self._norm = tensors.take("model.norm.weight", (self._hidden,))
         self._layers = [self._load_layer(tensors, f"model.layers.{i}.", config) for i in range(self.layers)]
+        self._weights = tensors.nbytes
         self._keys = self._values = torch.empty(0)
         self._cos = self._sin = torch.empty(0)
         self._capacity = self.length = self._marked = 0
@@ -94,10 +94,9 @@ class DenseTarget:
             down=self._pack(tensors.take(mlp + "down_proj.weight", (hidden, inner))),
         )
 
-    def _pack(self, *weights: Tensor) -> Linear:
-        joined = weights[0] if len(weights) == 1 else torch.cat(weights)
-        self._weights += joined.nbytes
-        return pack(joined)
+    @staticmethod
+    def _pack(*weights: Tensor) -> Linear:
+        return pack(weights[0] if len(weights) == 1 else torch.cat(weights))
 
     def reserve(self, capacity: int) -> None:
         if capacity > self._capacity:
@@ -174,6 +173,7 @@ class _Tensors:
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
         self._folder, self._dtype, self._device = folder, dtype, device
+        self.nbytes = 0  # of what was taken, in the dtype asked for
         self._files: dict[str, Path] = {}
         for path in sorted(folder.glob("*.safetensors")):
             with safe_open(path, framework="pt") as file:
@@ -190,4 +190,6 @@ class _Tensors:
             raise EngineError(
                 f"target {self._folder}: {name} is {tuple(tensor.shape)}, but its config.json asks for {shape}"
             )
-        return tensor.to(device=self._device, dtype=self._dtype)
+        tensor = tensor.to(device=self._device, dtype=self._dtype)
+        self.nbytes += tensor.nbytes
+        return tensor
