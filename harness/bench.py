@@ -397,7 +397,7 @@ class _UnitRun:
             differing = own | differing
         for arm, divergence in differing.items():
             line = self.judged.get((request.id, arm, self.device))
-            if line is None:
+            if line is None or line["divergence"] != divergence:  # none yet, or of an output whose record is gone
                 ids = have[arm].ids
                 # Arms often deliver the same other output; the target judges it once.
                 found = verdicts.get(ids.tobytes()) or judge(

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from harness.bench import Arm, Options, Report, Unit, arms_of, run_unit
 from harness.config import Plan, RunConfig, TargetConfig, UserError, make_arms
 from harness.drafters import DrafterError, read_config
 from harness.engines.base import EngineError, EngineInfo
-from harness.guards import describe_error, differing_settings, settings
+from harness.guards import Agreement, describe_error, differing_settings, settings
 from harness.progress import open_progress
 from harness.provenance import RunFile, folder_facts
 from harness.records import JsonLines, RecordError, RecordWriter, read_lines
@@ -221,7 +221,7 @@ def execute(job: Job, argv: Sequence[str]) -> int:
             _register(run_file, job)
             run_file.write()
             log = JsonLines(plan.run_dir / AGREEMENT)
-            judged = [line for _, line in read_lines(log.path)]
+            judged = _verdicts(log.path)
         except OSError as error:
             raise UserError(f"{error.filename or plan.run_dir}: {error.strerror}; choose another run_dir=") from None
         except RecordError as error:
@@ -255,6 +255,16 @@ def execute(job: Job, argv: Sequence[str]) -> int:
         print(f"fold-bench: {unfinished}", file=sys.stderr)
         return 1
     return _conclude(job, reports)
+
+
+def _verdicts(path: Path) -> list[dict[str, Any]]:
+    """The lines of agreement.jsonl. Raises RecordError for one that is no verdict."""
+    known, found = {entry.name for entry in fields(Agreement)}, []
+    for number, line in read_lines(path):
+        if line.keys() != known:
+            raise RecordError(f"{path}, line {number} is no verdict of the output gate; restore it or remove that line")
+        found.append(line)
+    return found
 
 
 def _announce(job: Job) -> None:

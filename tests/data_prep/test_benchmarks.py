@@ -481,3 +481,4 @@ def test_duplicate_ids_are_refused(build, source) -> None:
 def test_groups_and_unknown_loaders_are_one_line(build) -> None:
     assert "is a group; prepare its members: a, b" in failure(build, BenchmarkConfig("g", members=["a", "b"]))
     assert "no loader 'x'; there are demo, gov" in failure(build, BenchmarkConfig("g", loader="x"))
+    assert "benchmark.levels is empty" in failure(build, BenchmarkConfig("demo_code", loader="demo", n=1))

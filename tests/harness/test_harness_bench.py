@@ -140,6 +140,14 @@ def test_kill_9_at_twenty_moments_loses_and_doubles_nothing(tmp_path: Path) -> N
     assert len({line["request_id"] + line["arm"] for line in agreement(run_dir)}) == len(agreement(run_dir)) == 2
 
 
+def test_a_verdict_is_not_taken_over_by_another_output(tmp_path: Path) -> None:
+    """Records were removed by hand and the verdicts stayed: the new outputs are judged themselves."""
+    assert not run_toy(tmp_path, scripted.NearTie(gap=0.0005), arms=("fold",)).gates
+    (tmp_path / RECORDS).unlink()
+    gates = run_toy(tmp_path, scripted.Looping(), arms=("fold",)).gates
+    assert len(gates) == 6 and any("r002 by fold: logit gap 5" in gate for gate in gates)
+
+
 def test_a_torn_line_is_redone(tmp_path: Path) -> None:
     run_toy(tmp_path, scripted.Scripted(), options=Options(drift_requests=0))
     path = tmp_path / RECORDS

@@ -318,6 +318,18 @@ def test_a_damaged_run_json_is_written_anew(
     assert run_json(tmp_path)["status"] == "complete" and run_json(tmp_path)["requests"]
 
 
+def test_an_edited_verdict_stops_with_its_line(
+    pair: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use(monkeypatch, scripted.Scripted())
+    assert main([*pair, "method=fold"]) == 0
+    file = run_dir(tmp_path) / "agreement.jsonl"
+    file.write_bytes(file.read_bytes() + b'{"unit": "x"}\n')
+    number = len(file.read_bytes().splitlines())
+    assert main([*pair, "method=fold"]) == 2
+    assert f"agreement.jsonl, line {number} is no verdict" in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_a_disk_too_full_for_run_json(
     pair: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
