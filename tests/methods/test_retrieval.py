@@ -155,8 +155,15 @@ def test_cmr_through_a_request(prompt, first_refresh):
     assert reader.activity()["refreshes"] == len(wanted)
 
 
-def test_cmr_refreshes_at_the_official_drafts():
-    reader, cache, generator = open_request(make_method("cmr"), 3, layers=1)
+@pytest.mark.parametrize(
+    ("options", "refreshed"),
+    [
+        ({}, [1, 9, 17, 25]),  # the official code
+        ({"refresh": 4, "first_refresh": 9}, [9, 13, 17, 21, 25]),  # nothing before the first, whole periods included
+    ],
+)
+def test_cmr_refreshes_at_the_first_draft_asked_for_and_periodically_after(options, refreshed):
+    reader, cache, generator = open_request(make_method("cmr", **options), 3, layers=1)
     entries(generator, cache, 3)
     reader.prepare()
     drafts = []
@@ -166,7 +173,7 @@ def test_cmr_refreshes_at_the_official_drafts():
         if wants:
             drafts.append(draft)
             reader.target_attention(torch.ones(cache.length))
-    assert drafts == [1, 9, 17, 25]
+    assert drafts == refreshed
 
 
 def test_cmr_selected_chunk_keeps_growing_when_it_fills_in_the_step_that_starts_the_next():

@@ -86,6 +86,7 @@ def test_yarn_factor_is_the_papers():
         {"beta_fast": 16.0, "beta_slow": 2.0},
         {"truncate": False},
         {"beta_fast": 4.0, "beta_slow": 4.0, "truncate": False},  # a ramp of no width
+        {"rope_theta": 4.0},  # no pair is slow enough to end the ramp: the last dim does
         {"mscale": 0.8},  # half a pair does not count
         {"mscale_all_dim": 0.8},
         {},
@@ -98,7 +99,7 @@ def test_a_checkpoints_own_yarn(extra):
     if {"mscale", "mscale_all_dim"} <= set(extra):
         factor = (0.08 * math.log(4) + 1) / (0.04 * math.log(4) + 1)
     shape = {k: extra[k] for k in ("beta_fast", "beta_slow", "truncate") if k in extra}
-    theirs = oracle.rope_yarn(1e4, 64, 4.0, 256, mscale=factor, **shape)
+    theirs = oracle.rope_yarn(params["rope_theta"], 64, 4.0, 256, mscale=factor, **shape)
     assert ours.inv_freq.tolist() == pytest.approx(theirs.inv_freq, rel=1e-14)
     assert ours.mscale == pytest.approx(theirs.mscale, rel=1e-15)
 
