@@ -45,20 +45,19 @@ def make(folder: Path, units: int, each: int) -> None:
     ]
     submission = Submission(folder, tuple(works), "")
     submission.save()
-    ids = [100000 + place for place in range(128)]
+    record = Record(
+        run="run", unit="UNIT", order=1, request_id="REQUEST", benchmark="b", task="t", prompt_tokens=100000,
+        prompt_sha256="0" * 64, method="ARM", engine="e", device_uuid="GPU-0", host="n1",
+        started_at="2026-01-01T00:00:00.000+00:00", output_ids=[100000 + place for place in range(128)],
+        finish="length", n_first=1, commits=[4] * 31 + [3], proposals=[7] * 32,
+    )  # fmt: skip
+    line = json.dumps(asdict(record), separators=(",", ":")) + "\n"
+    requests_of = [line.replace("ARM", arm).replace("REQUEST", f"request-{n}") for n in range(requests) for arm in ARMS]
+    text = "".join(requests_of)
     for unit in submission.units.values():
         run_dir = submission.run_dir(unit)
         run_dir.mkdir(parents=True)
-        with (run_dir / RECORDS).open("w") as file:
-            for place in range(requests):
-                for order, arm in enumerate(ARMS):
-                    record = Record(
-                        run=unit.work.run, unit=unit.id, order=order, request_id=f"request-{place}", benchmark="b",
-                        task="t", prompt_tokens=100000, prompt_sha256="0" * 64, method=arm, engine="e",
-                        device_uuid="GPU-0", host="n1", started_at="2026-01-01T00:00:00.000+00:00", output_ids=ids,
-                        finish="length", n_first=1, commits=[4] * 31 + [3], proposals=[7] * 32,
-                    )  # fmt: skip
-                    file.write(json.dumps(asdict(record), separators=(",", ":")) + "\n")
+        (run_dir / RECORDS).write_text(text.replace("UNIT", unit.id))
         start = {"argv": [], "begin": {"environment": {f"V{n}": "x" * 100 for n in range(60)}}}
         (run_dir / "run.json").write_text(json.dumps({"starts": [start], "status": "complete"}, indent=1) + "\n")
 

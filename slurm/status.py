@@ -51,6 +51,7 @@ _HEAD = re.compile(
 _GOOD_END = b',"error":"","schema":"' + SCHEMA.encode() + b'"}\n'
 # Before it stands "warmup":false,"attempt":1
 _WARM = b'"warmup":true,'
+_ERROR = re.compile(r"[\w.]*(Error|Exception|Interrupt)\b.*:|FAILED|REFUSED|GATE|MISSING|slurmstepd: error|fold-")
 _STATUS = re.compile(rb'"status": "(\w+)"\s*\}\s*\Z')
 
 
@@ -179,7 +180,7 @@ STATES = (DONE, RUNNING, PENDING, FAILED, PLANNED, UNKNOWN)
 @dataclass
 class UnitState:
     """Where a unit stands. node: where its job is, else where its last record was made. note: the last error line of a
-    failed unit, the reason of a pending one."""
+    failed unit, the reason of a pending one. ended: SLURM's word for how its job ended, "" if nobody knows."""
 
     unit: Unit
     state: str
@@ -187,6 +188,7 @@ class UnitState:
     node: str = ""
     note: str = ""
     job: str = ""
+    ended: str = ""
 
     @property
     def missing(self) -> int:
@@ -220,14 +222,15 @@ class View:
         jobs = self._jobs()
         alive = self._queue(jobs)
         states = [self._state(unit, jobs.get(unit.id, ""), alive) for unit in self.submission.units.values()]
-        ended = {state.job: state for state in states if state.state == FAILED and state.job and not state.note}
-        if ended and not self.silent:
-            for job, past in queue.past_states(list(ended)).items():
-                if job in ended:
-                    ended[job].note = f"job {job} ended: {past.state} ({past.reason})"
+        forgotten = {state.job: state for state in states if state.state == FAILED and state.job and not state.ended}
+        if forgotten and not self.silent:
+            for job, past in queue.past_states([job for job in forgotten if job != LOCAL]).items():
+                if job in forgotten:
+                    forgotten[job].ended = past.state
         for state in states:
             if state.state == FAILED and not state.note:
-                state.note = self._last_words(state)
+                how = f"job {state.job} ended as {state.ended}" if state.ended else ""
+                state.note = ": ".join(filter(None, [how, self._last_words(state)]))
         return states
 
     def _jobs(self) -> dict[str, str]:
@@ -277,9 +280,8 @@ class View:
         elif job or counted.cells or run_dir.exists():
             state.state = FAILED
             state.note = trouble(run_dir) or counted.error
-            if known is not None and not state.note:
-                state.note = f"job {job} ended: {known.state}"
-            elif counted.complete >= unit.requests and not state.note:
+            state.ended = known.state if known is not None else ""
+            if counted.complete >= unit.requests and not state.note:
                 state.note = f"measured, but its last start did not end well ({said or 'no run.json'})"
         return state
 
@@ -295,15 +297,15 @@ class View:
         return known[1]
 
     def _last_words(self, state: UnitState) -> str:
-        """The last line that the unit's job wrote."""
+        """The last line that the unit's job wrote, of those that speak of an error if there are any."""
         folder = self.submission.folder / "jobs"
         for path in (folder / f"{state.unit.id}.log", folder / f"{state.job}_0_log.out"):
             with suppress(OSError), path.open("rb") as file:
                 file.seek(max(os.fstat(file.fileno()).st_size - 4096, 0))
                 lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
                 if lines:
-                    return lines[-1]
-        return f"job {state.job} has left the queue and no output" if state.job else "stopped"
+                    return ([line for line in lines if _ERROR.match(line)] or lines)[-1]
+        return "" if state.ended else "stopped, and left no output"
 
 
 def writer_alive(run_dir: Path) -> bool:
