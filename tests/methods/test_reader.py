@@ -111,6 +111,16 @@ def test_buffers_that_fill_up_keep_what_they_hold(method, prompt, monkeypatch):
             assert float((ours - theirs).abs().max()) < 1e-10, number
 
 
+@pytest.mark.parametrize("method", ["window", "infllm", "fold", "rerope"])
+def test_rows_leave_the_window_one_by_one(method):
+    """At every length around W and W + B, where some rows have nothing beyond their window and others do."""
+    drafter = geometry(4, (4, 2), layers=(LayerGeometry(),))
+    made = make_method(method, **OPTIONS[method][0])
+    readers, cache, generator = open_request((CachedReader, DenseReader), made, drafter, WINDOW - 1, 8)
+    for number, (fast, dense) in enumerate(decode(readers, cache, [1] * 8, generator)):
+        assert float((fast[0] - dense[0]).abs().max()) < 1e-10, number
+
+
 def test_yarn_leaves_a_sliding_layer_as_wide_as_the_cache_as_trained():
     """Such a layer reaches as far as the full one, whose scaled embedding it must not share."""
     drafter = geometry(7, layers=(LayerGeometry(), LayerGeometry("sliding_attention", 60)))
