@@ -12,8 +12,9 @@ class SourceConfig:
 
     key: which part, where a benchmark has several; the loader knows the names. repo: data set id. revision: commit, or
     a branch name whose commit is then recorded at the first download. files: patterns of paths in the data set. local:
-    further names that are accepted in a local copy. sha256: known hashes by file name; the others are recorded when a
-    file is first used and verified from then on. licence, size, gated: what `fold-prep --list` shows.
+    further names that are accepted in a local copy, with ./ only directly in its folder. sha256: known hashes by file
+    name; the others are recorded when a file is first used and verified from then on. licence, size, gated: what
+    `fold-prep --list` shows.
     """
 
     key: str = ""

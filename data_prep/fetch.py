@@ -11,11 +11,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any
+
+from filelock import FileLock
 
 from data_prep.config import SourceConfig
 from data_prep.demo.target import default_cache_dir
@@ -52,7 +54,11 @@ def fetch(benchmark: str, sources: Iterable[SourceConfig], local: Path | None = 
     local: a folder to read instead of the Hub (or one file, for a benchmark with a single one). Raises PrepError when a
     file is missing, cannot be downloaded, or is not the one that is pinned or was used before.
     """
-    found = []
+    found: list[SourceFile] = []
+    sources = list(sources)
+    if local is not None and local.is_file() and len(sources) > 1:
+        wanted = ", ".join(source.key for source in sources)
+        raise PrepError(f"source={local} is one file, {benchmark} needs one for each of {wanted}; give their folder")
     for source in sources:
         found += _local_files(benchmark, source, local) if local is not None else _hub_files(source)
     return found
@@ -80,12 +86,17 @@ def _local_files(benchmark: str, source: SourceConfig, local: Path) -> list[Sour
 
 
 def _at_its_place(name: str, pattern: str) -> bool:
+    if pattern.startswith("./"):
+        return "/" not in name and fnmatchcase(name, pattern[2:])
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*/{pattern}")
 
 
 def _by_file_name(name: str, pattern: str) -> bool:
-    """For a copy without the data set's folders."""
-    return fnmatchcase(PurePosixPath(name).name, PurePosixPath(pattern).name)
+    """For a copy without the data set's folders: not where only they tell a file from those of another part."""
+    wanted = PurePosixPath(pattern).name
+    if pattern.startswith("./") or wanted.startswith("*."):
+        return False
+    return fnmatchcase(PurePosixPath(name).name, wanted)
 
 
 def _hub_files(source: SourceConfig) -> list[SourceFile]:
@@ -107,9 +118,13 @@ def _hub_files(source: SourceConfig) -> list[SourceFile]:
             names = sorted({name for name in listed for pattern in source.files if fnmatchcase(name, pattern)})
             if not names:
                 raise PrepError(f"{source.repo} at {commit} has no file {' or '.join(source.files)}; {_remedy(source)}")
-            known["commit"] = commit
-            known.setdefault("names", {})["|".join(source.files)] = names
-            _write_ledger(ledger, known)
+
+            def note(record: dict[str, Any]) -> None:
+                if record.setdefault("commit", commit) == commit:
+                    record.setdefault("names", {})["|".join(source.files)] = names
+
+            if _update_ledger(ledger, note)["commit"] != commit:
+                return _hub_files(source)  # another preparation was first, and the branch moved in between
         paths = [_download(hf_hub_download, source, name, commit) for name in names]
     except PrepError:
         raise
@@ -149,14 +164,16 @@ def _verified(source: SourceConfig, name: str, path: Path, revision: str, ledger
             f"{path} is not the pinned {name} of {source.repo} (sha256 {digest[:16]}..., expected {pinned[:16]}...); "
             "delete it and run again"
         )
-    known = _read_ledger(ledger)
-    hashes = known.setdefault("sha256", {})
-    if name not in hashes:
-        hashes[name] = digest
-        _write_ledger(ledger, known)
-    elif hashes[name] != digest:
+    first = _read_ledger(ledger).get("sha256", {}).get(name)
+    if first is None:
+
+        def note(record: dict[str, Any]) -> None:
+            record.setdefault("sha256", {}).setdefault(name, digest)
+
+        first = _update_ledger(ledger, note)["sha256"][name]
+    if first != digest:
         raise PrepError(
-            f"{path} has changed since it was first used (sha256 {digest[:16]}..., then {hashes[name][:16]}...); "
+            f"{path} has changed since it was first used (sha256 {digest[:16]}..., then {first[:16]}...); "
             f"restore it, or delete {_ledger_path(ledger)} to accept the new content"
         )
     return SourceFile(source.key, name, path, source.repo, revision, digest, size)
@@ -176,10 +193,15 @@ def _read_ledger(key: str) -> dict[str, Any]:
         raise PrepError(f"{path}, the record of hashes of {key}, is unreadable ({error}); delete it") from None
 
 
-def _write_ledger(key: str, content: dict[str, Any]) -> None:
+def _update_ledger(key: str, change: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Apply `change` to the ledger and return it; one process at a time, or one's hashes would overwrite another's."""
     path = _ledger_path(key)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, (json.dumps(content, indent=1, sort_keys=True) + os.linesep).encode())
+    with FileLock(path.parent.with_name(".sources.lock")):
+        content = _read_ledger(key)
+        change(content)
+        write_atomic(path, (json.dumps(content, indent=1, sort_keys=True) + os.linesep).encode())
+    return content
 
 
 def _remedy(source: SourceConfig) -> str:

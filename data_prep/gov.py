@@ -16,5 +16,5 @@ def prompts(job: Job) -> Iterator[Prompt]:
     job.options()
     template = job.official_prompt("gov")
     for row in job.rows(["_id", "context"], member="gov_report_e.jsonl"):
-        name = row.text("_id")
+        name = row.key("_id")
         yield Prompt(name, "gov", {"source_id": name}, text=template.format(context=row.text("context")))

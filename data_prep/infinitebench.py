@@ -33,7 +33,7 @@ _KV_REQUEST = "The JSON object below maps keys to values. Find the key that is n
 def prompts(job: Job) -> Iterator[Prompt]:
     """One prompt per row of the configuration's one task."""
     job.options()
-    (task,) = job.config.tasks
+    task = "+".join(job.config.tasks)  # one file holds one task
     if task not in _TASKS:
         raise PrepError(
             f"benchmark {job.config.name}: no task {task!r} in InfiniteBench; there are {', '.join(_TASKS)}"
@@ -45,18 +45,19 @@ def prompts(job: Job) -> Iterator[Prompt]:
         job.facts["choices"] = {"answer-format instruction": f"replaced by {REASONING!r}"}
     for row in job.rows(["id", "context", "input", "answer"]):
         number = row.values.get("id")
-        if not isinstance(number, int | str) or isinstance(number, bool):
+        if not isinstance(number, int | str) or isinstance(number, bool) or number == "":
             raise row.error(f"column 'id' is {number!r:.40}")
+        name = row.unicode("id", str(number))
         values = {"context": row.text("context"), "input": row.text("input"), "question": row.text("input")}
         if task == "en_mc":
             options = _strings(row, "options")
             if len(options) != 4:
                 raise row.error(f"4 options were expected, found {len(options)}")
             values |= {f"OPTION_{letter}": option for letter, option in zip("ABCD", options, strict=True)}
-        meta: dict[str, Any] = {"source_id": str(number)}
+        meta: dict[str, Any] = {"source_id": name}
         if task != "en_sum":  # a summary is long and nobody scores it here
             meta["answer"] = _strings(row, "answer")
-        yield Prompt(str(number), task, meta, text=template.format(**values))
+        yield Prompt(name, task, meta, text=template.format(**values))
 
 
 def generated(job: Job) -> Iterator[Prompt]:
@@ -116,9 +117,9 @@ def _strings(row: Row, name: str) -> list[str]:
     """A column that is a string, a list of strings, null or absent, as a list."""
     value = row.values.get(name)
     if isinstance(value, str):
-        return [value]
+        value = [value]
     if value is None:
         return []
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise row.error(f"column {name!r} is {value!r:.60}, not text or a list of texts")
-    return value
+    return [row.unicode(name, item) for item in value]

@@ -78,6 +78,21 @@ class Row:
         if not isinstance(value, str):
             what = "missing" if name not in self.values else f"{value!r:.60}, not a string"
             raise self.error(f"column {name!r} is {what}")
+        return self.unicode(name, value)
+
+    def key(self, name: str) -> str:
+        """A column that identifies the row: a string that is not empty."""
+        value = self.text(name)
+        if not value:
+            raise self.error(f"column {name!r} is empty")
+        return value
+
+    def unicode(self, name: str, value: str) -> str:
+        """`value` of column `name`, which must be text: JSON can escape half a surrogate pair, tokenizers refuse it."""
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise self.error(f"column {name!r} holds half a surrogate pair at character {error.start}") from None
         return value
 
     def error(self, what: str) -> PrepError:

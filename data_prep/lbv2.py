@@ -32,6 +32,6 @@ def prompts(job: Job) -> Iterator[Prompt]:
         values = {placeholder: row.text(column).strip() for placeholder, column in _COLUMNS.items()}
         clashes += any(_PLACEHOLDER.search(value) for value in values.values())
         text = _PLACEHOLDER.sub(lambda match, values=values: values[match.group()], template)  # type: ignore[misc]
-        name = row.text("_id")
+        name = row.key("_id")
         yield Prompt(name, "lbv2", {"source_id": name}, text=text)
     job.facts["choices"] = {"placeholders": f"filled in one pass; {clashes} rows contain one of them as text"}

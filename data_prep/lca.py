@@ -109,7 +109,8 @@ def prompts(job: Job) -> Iterator[Prompt]:
     options = job.options(lengths={}, lines="raw")
     config, limit = job.config, job.target.max_context
     lengths: dict[str, int] = options["lengths"]
-    if options["lines"] not in ("raw", "sampled") or set(config.tasks) - lengths.keys():
+    well_formed = isinstance(lengths, dict) and all(type(n) is int and n > 0 for n in lengths.values())
+    if options["lines"] not in ("raw", "sampled") or not well_formed or set(config.tasks) - lengths.keys():
         raise PrepError(
             f"benchmark {config.name}: options.lines is raw or sampled, options.lengths gives the tokens of every task"
         )
@@ -139,11 +140,15 @@ def _example(job: Job, row: Row, lines: str, lengths: dict[str, int]) -> Iterato
         uses = row.values[lines]["inproject"] or []
         names, contents = row.values["repo_snapshot"]["filename"], row.values["repo_snapshot"]["content"]
         name = f"{row.text('repo')}@{row.text('commit_hash')}:{path}"
-    if not isinstance(path, str) or not isinstance(text, str):
-        raise row.error("completion_file has no name or no content")
-    if len(names) != len(contents):
-        raise row.error(f"repo_snapshot has {len(names)} names and {len(contents)} contents")
-    cut = first_cut(uses, len(text.split("\n")))
+        if not isinstance(path, str) or not path or not isinstance(text, str):
+            raise row.error("completion_file has no name or no content")
+        if len(names) != len(contents):
+            raise row.error(f"repo_snapshot has {len(names)} names and {len(contents)} contents")
+        if not all(isinstance(file, str) for file in names):
+            raise row.error("repo_snapshot has a file without a name")
+        if not all(content is None or isinstance(content, str) for content in contents):
+            raise row.error("repo_snapshot has a content that is not text")
+        cut = first_cut(uses, len(text.split("\n")))
     if cut is None:
         for task in lengths:
             job.counts.exclude(task, "no line to cut before")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
+from jinja2 import TemplateError
 
 from data_prep import gov, infinitebench, lbv2, lca, repobench, speedbench, swebench
 from data_prep.config import BenchmarkConfig
@@ -81,6 +82,7 @@ def prepare(
         raise PrepError(
             f"target {target.name} has no fast tokenizer (tokenizer.json); give a copy with one: target.source="
         )
+    _refuse_numbers(benchmark)
     path = request_path(data_dir, benchmark.name, target.name)
     recipe = _recipe(benchmark, tokenizer, target)
     try:
@@ -96,6 +98,14 @@ def prepare(
         where = error.filename or path
         raise PrepError(f"{where}: {error.strerror or error}; choose another data_dir or make room") from error
     return path
+
+
+def _refuse_numbers(benchmark: BenchmarkConfig) -> None:
+    """Numbers that would not fail, but select something else: a slice up to -1 keeps all but one."""
+    for key, least in (("n", 1), ("min_prompt_tokens", 0)):
+        value = getattr(benchmark, key)
+        if value is not None and value < least:
+            raise PrepError(f"benchmark.{key}={value} for {benchmark.name}: must be at least {least}")
 
 
 def prepare_demo(
@@ -176,6 +186,12 @@ def _build(path: Path, recipe: dict[str, Any], job: Job, on_request: Callable[[R
             if on_request is not None:
                 on_request(request)
             yield request
+        if not job.counts.as_dict():
+            # Not NoExamples, which a group passes over: an empty file is a mistake.
+            raise PrepError(
+                f"{job.config.name}: no row of its data is used; {', '.join(str(file.path) for file in job.files)} "
+                "holds none, or none of the tasks and levels asked for; fetch the data again or correct benchmark="
+            )
         if not job.counts.kept:
             why = "; ".join(f"{task}: {rules['excluded']}" for task, rules in job.counts.as_dict().items())
             raise NoExamples(f"{job.config.name}: no example is left for {job.target.name} ({why or 'no rows'})")
@@ -185,7 +201,7 @@ def _build(path: Path, recipe: dict[str, Any], job: Job, on_request: Callable[[R
     try:
         write_requests(path, requests(), manifest)
     except RequestFileError as error:
-        raise PrepError(str(error)) from None
+        raise PrepError(f"{error}; its data is damaged, or lies twice below source=: fetch it again") from None
 
 
 def _requests(job: Job) -> Iterator[Request]:
@@ -204,7 +220,13 @@ def _requests(job: Job) -> Iterator[Request]:
             else:
                 counts.keep(prompt.task)
                 meta = {"length": len(ids), **prompt.meta}
-                yield Request(prompt.id, config.name, prompt.task, ids, config.max_new_tokens, target.stop_ids, meta)
+                try:
+                    request = Request(
+                        prompt.id, config.name, prompt.task, ids, config.max_new_tokens, target.stop_ids, meta
+                    )
+                except ValueError as error:  # nothing to generate, or a template that yields nothing
+                    raise PrepError(f"{config.name} for {target.name}, example {prompt.id}: {error}") from None
+                yield request
 
 
 def _encode(batch: list[Prompt], job: Job) -> list[tuple[int, ...]]:
@@ -215,6 +237,6 @@ def _encode(batch: list[Prompt], job: Job) -> list[tuple[int, ...]]:
         else:
             special = raw_prefix(job.tokenizer)
             encoded = ([*special, *ids] for ids in encode_pieces(job.tokenizer, texts))
-    except ValueError as error:
+    except (ValueError, TemplateError) as error:
         raise PrepError(f"{job.config.name} for {job.target.name}: {' '.join(str(error).split())}") from None
     return [prompt.ids if prompt.ids is not None else tuple(next(encoded)) for prompt in batch]

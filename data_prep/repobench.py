@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from data_prep.job import Job, Prompt, Row, at
@@ -29,6 +30,13 @@ CHOICES = {
 def prompts(job: Job) -> Iterator[Prompt]:
     """Python, then Java; each in the order of its data set. options.sample: {task: files per level}."""
     sample: dict[str, int] = job.options(sample={})["sample"]
+    if not isinstance(sample, dict) or not all(
+        task in _COMMENT and type(n) is int and n > 0 for task, n in sample.items()
+    ):
+        raise PrepError(
+            f"benchmark {job.config.name}: options.sample={sample} is not {{task: files per level}} with tasks of "
+            f"{', '.join(_COMMENT)}"
+        )
     if unknown := set(job.config.tasks) - _COMMENT.keys():
         raise PrepError(f"benchmark {job.config.name}: no task {sorted(unknown)}; there are {', '.join(_COMMENT)}")
     job.facts["choices"] = CHOICES
@@ -39,7 +47,7 @@ def prompts(job: Job) -> Iterator[Prompt]:
             ["repo_name", "file_path", "level", "context", "import_statement", "cropped_code"], key=task
         ):
             name = _file_id(row)
-            if chosen.get(name) == row.number:
+            if chosen.get(name) == (row.path, row.number):
                 meta = {"source_id": name, "level": row.text("level")}
                 with at(row):
                     text = layout(row, _COMMENT[task])
@@ -51,15 +59,17 @@ def layout(row: Row, comment: str) -> str:
     values: dict[str, Any] = row.values
     text = f"{comment} Repo Name: {row.text('repo_name')}\n"
     for snippet in values["context"]:
+        if not isinstance(snippet["path"], str) or not isinstance(snippet["snippet"], str):
+            raise row.error("column 'context' has a snippet without path or text")
         text += f"{comment} Path: {snippet['path']}\n{snippet['snippet']}\n\n"
     code = row.text("cropped_code").rstrip()
     text += f"{comment} Path: {row.text('file_path')}\n{row.text('import_statement')}\n{code}\n"
     return re.sub(r"\n{4,}", "\n\n", text)
 
 
-def _select(job: Job, task: str, per_level: int | None) -> dict[str, int]:
-    """{file: row number} of the examples to use."""
-    first: dict[str, int] = {}
+def _select(job: Job, task: str, per_level: int | None) -> dict[str, tuple[Path, int]]:
+    """{file: place of its row} for the examples to use; row numbers start again in every part of the data set."""
+    first: dict[str, tuple[Path, int]] = {}
     levels: dict[str, list[str]] = {level: [] for level in job.config.levels}
     for row in job.rows(["repo_name", "file_path", "level"], key=task):
         level = row.text("level")
@@ -71,7 +81,7 @@ def _select(job: Job, task: str, per_level: int | None) -> dict[str, int]:
         if name in first:
             job.counts.exclude(task, "another example of the same file")
             continue
-        first[name] = row.number
+        first[name] = row.path, row.number
         levels[level].append(name)
     chosen = set()
     for names in levels.values():

@@ -9,8 +9,9 @@ from __future__ import annotations
 import io
 import json
 import zipfile
+import zlib
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 import pyarrow as pa
@@ -35,7 +36,7 @@ def located(path: Path, row: int, error: Exception) -> PrepError:
 def read_rows(path: Path, columns: Sequence[str], member: str = "") -> Iterator[tuple[int, dict[str, Any]]]:
     """(row number from 0, row) for each row of a .parquet, .jsonl, .zip or .json file, chosen by its suffix.
 
-    columns: parquet columns to read (others are never decoded). member: end of the name of the zip's JSON-lines member.
+    columns: parquet columns to read (others are never decoded). member: file name of the zip's JSON-lines member.
     Raises PrepError with file and row.
     """
     if path.suffix == ".parquet":
@@ -66,7 +67,7 @@ def read_parquet(path: Path, columns: Sequence[str], batch_size: int = 64) -> It
             for item in batch.to_pylist():
                 yield row, item
                 row += 1
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         first = str(error).splitlines()[0]
         raise PrepError(f"{path} is not a readable parquet file ({first}); fetch it again") from None
 
@@ -84,7 +85,7 @@ def _lines(path: Path, stream: IO[bytes]) -> Iterator[tuple[int, dict[str, Any]]
             continue
         try:
             item = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise located(path, row, error) from None
         if not isinstance(item, dict):
             raise located(path, row, RowError(f"a JSON object was expected, found {type(item).__name__}"))
@@ -95,25 +96,29 @@ def _lines(path: Path, stream: IO[bytes]) -> Iterator[tuple[int, dict[str, Any]]
 def _zip_lines(path: Path, member: str) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
         with zipfile.ZipFile(path) as archive:
-            names = [name for name in archive.namelist() if name.endswith(member)]
+            # The whole name: macOS adds a "._" file beside each of an archive's.
+            names = [name for name in archive.namelist() if PurePosixPath(name).name == member]
             if not names:
                 raise PrepError(f"{path} has no member {member}: another archive; give the right one with source=")
             with archive.open(names[0]) as stream:
                 yield from _lines(path, stream)
-    except (zipfile.BadZipFile, OSError) as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, OSError) as error:  # RuntimeError: encrypted
         raise PrepError(f"{path} is not a readable zip file ({error}); fetch it again") from None
 
 
 def _json_array(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """The objects of one top-level array, decoded one by one: LongBench v2 is an array of 465 MB."""
     decoder = json.JSONDecoder()
-    with path.open("rb") as raw, io.TextIOWrapper(raw, encoding="utf-8", newline="") as stream:
+    with path.open("rb") as raw, io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as stream:
         text, position, row, ended = "", 0, -1, False
 
         def more() -> bool:
             nonlocal text, position, ended
             # Read as much again as is held, so that a long row is scanned a few times, not once per chunk.
-            chunk = stream.read(max(_CHUNK, len(text) - position))
+            try:
+                chunk = stream.read(max(_CHUNK, len(text) - position))
+            except UnicodeDecodeError as error:
+                raise located(path, max(row, 0), error) from None
             text, position, ended = text[position:] + chunk, 0, not chunk
             return not ended
 
@@ -130,7 +135,7 @@ def _json_array(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         position += 1
         while (char := next_char()) != "]" or row == -1:
             if char == "]":
-                return
+                break
             if row >= 0:
                 if char != ",":
                     raise located(path, row, RowError("the array is cut off or damaged after this row"))
@@ -141,9 +146,12 @@ def _json_array(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 try:
                     item, position = decoder.raw_decode(text, position)
                     break
-                except ValueError as error:
-                    if not more():
+                except (ValueError, RecursionError) as error:
+                    if isinstance(error, RecursionError) or not more():
                         raise located(path, row, error) from None
             if not isinstance(item, dict):
                 raise located(path, row, RowError(f"a JSON object was expected, found {type(item).__name__}"))
             yield row, item
+        position += 1
+        if next_char():  # two arrays in one file, say: the second would be lost
+            raise located(path, max(row, 0), RowError("text follows the end of the array"))

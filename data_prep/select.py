@@ -36,7 +36,7 @@ def read_exclude_list(path: str | None) -> frozenset[str]:
     if path is None:
         return frozenset()
     try:
-        lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
+        lines = Path(path).expanduser().read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise PrepError(f"exclude list {path} cannot be read ({error}); correct benchmark.exclude") from None
     return frozenset(line.strip() for line in lines if line.strip() and not line.startswith("#"))

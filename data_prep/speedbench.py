@@ -38,7 +38,7 @@ def prompts(job: Job) -> Iterator[Prompt]:
             if _first_turn(row).startswith(_PLACEHOLDER):
                 placeholders += 1
             else:
-                names.append(row.text("question_id"))
+                names.append(row.key("question_id"))
         if placeholders and unresolved == "stop":
             total = placeholders + len(names)
             raise PrepError(f"{file}: {placeholders} of {total} prompts are placeholders; {_REMEDY}")
@@ -48,7 +48,8 @@ def prompts(job: Job) -> Iterator[Prompt]:
         for row in _rows(job, task):
             name = row.text("question_id")
             if name in chosen and not _first_turn(row).startswith(_PLACEHOLDER):
-                meta = {"source_id": name, "category": row.values.get("category")}
+                category = row.values.get("category")
+                meta = {"source_id": name, "category": row.text("category") if category is not None else None}
                 yield Prompt(f"{task}/{name}", task, meta, text=_first_turn(row))
 
 
@@ -72,7 +73,9 @@ def _first_turn(row: Row) -> str:
     turns = row.values.get("turns") or row.values.get("messages")
     first = turns[0] if isinstance(turns, list) and turns else None
     if isinstance(first, dict):
+        if first.get("role", "user") != "user":
+            raise row.error(f"the first of 'messages' is the {first['role']}'s, not the user's")
         first = first.get("content")
     if not isinstance(first, str) or not first:
         raise row.error("no first turn in column 'turns' or 'messages'")
-    return first
+    return row.unicode("turns", first)

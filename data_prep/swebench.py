@@ -15,7 +15,7 @@ from data_prep.select import first_by_hash
 def prompts(job: Job) -> Iterator[Prompt]:
     """The sampled test instances in data set order."""
     job.options()
-    names = [row.text("instance_id") for row in job.rows(["instance_id"])]
+    names = [row.key("instance_id") for row in job.rows(["instance_id"])]
     chosen = first_by_hash(names, job.config.n)
     job.counts.exclude("swebench", "not in the sample", len(names) - len(chosen))
     for row in job.rows(["instance_id", "text"]):

@@ -86,5 +86,8 @@ def stop_ids_of(folder: Path, tokenizer: Any) -> tuple[int, ...]:
 
 def tokenizer_sha256(tokenizer: Any) -> str:
     """Hash of the fast tokenizer's definition and of the chat template: what the ids depend on besides the text."""
+    # A tokenizer.json may set these; every encoding here turns them off, so they must not decide the hash.
+    tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.backend_tokenizer.no_padding()
     definition = tokenizer.backend_tokenizer.to_str()
     return hashlib.sha256(f"{definition}\n{tokenizer.chat_template}".encode()).hexdigest()
