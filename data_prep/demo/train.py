@@ -81,7 +81,7 @@ class Options:
     precision: str = "auto"
     checkpoint_every: int = 100
     evaluate_minutes: float = 10.0
-    short_blocks: float = 0.35  # share of the budget with blocks of half the size
+    short_blocks: float = 0.0  # share of the budget with blocks of half the size
     soft_labels: float = 0.5  # weight of the target's distribution beside its choice
     shapes: tuple[tuple[int, int], ...] = SHAPES
     held_out_shape: tuple[int, int] = HELD_OUT_SHAPE

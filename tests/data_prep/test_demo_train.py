@@ -372,6 +372,7 @@ def run_options(work: Path, target: Path, packages: Path, steps: int = 24) -> Op
     return Options(
         work, target, export=work / "out", steps=steps, shards=4, rows=8, first_shards=2, steps_per_shard=6,
         sequences=2, anchors=4, layers=2, block=4, layer_ids=IDS, mask_token_id=0, held_out_rows=4, precision="fp32",
+        short_blocks=0.35,
         checkpoint_every=4, evaluate_minutes=0.01, shapes=((160, 32), (120, 48)), held_out_shape=(160, 32),
         corpus_roots=(packages,),
     )  # fmt: skip
