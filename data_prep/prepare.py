@@ -159,11 +159,22 @@ def _current_manifest(path: Path, recipe: dict[str, Any]) -> dict[str, Any] | No
     """The manifest of a valid request file of this recipe, else None."""
     try:
         manifest = load_manifest(path)
-        if manifest.get("recipe") != recipe or "sources" not in manifest:
+        if manifest.get("recipe") != recipe or not _complete(manifest):
             return None
         return verify_file(path)
     except RequestFileError:
         return None
+
+
+def _complete(manifest: dict[str, Any]) -> bool:
+    """Whether the manifest has what is read from it later; where an edited one has not, the file is built again."""
+    sources, counts, lengths = (manifest.get(key) for key in ("sources", "counts", "prompt_tokens"))
+    return (
+        isinstance(sources, list)
+        and all(isinstance(file, dict) and "revision" in file for file in sources)
+        and isinstance(counts, dict)
+        and isinstance(lengths, list)
+    )
 
 
 def _within_reach(manifest: dict[str, Any], source: Path | None) -> bool:

@@ -36,7 +36,7 @@ from data_prep.config import BenchmarkConfig, SourceConfig
 from data_prep.prepare import prepare
 from data_prep.select import NoExamples, PrepError, read_exclude_list
 from data_prep.tokens import encode_pieces, tokenizer_sha256
-from harness.requests import Request, read_requests
+from harness.requests import Request, manifest_path, read_requests
 
 SAME_FILE = "; the file is not the published one, fetch it again or give another with source="
 
@@ -329,6 +329,17 @@ def test_preparations_at_once_keep_each_others_hashes(cache: Path) -> None:
         process.join()
         assert process.exitcode == 0
     assert len(fetch._read_ledger("k")["sha256"]) == 60
+
+
+@pytest.mark.parametrize("changes", [{"sources": None}, {"sources": [{}]}, {"sources": [5]}, {"counts": None}])
+def test_an_edited_manifest_is_built_again(changes: dict, tmp_path: Path, source, tokenizer, target) -> None:
+    write_gov(source, [gov_row("a")])
+    arguments = (shipped("gov"), tokenizer, target, tmp_path / "data", source)
+    sidecar = manifest_path(prepare(*arguments))
+    built = sidecar.read_text()
+    sidecar.write_text(json.dumps({**json.loads(built), **changes}))
+    prepare(*arguments, check_sources=True)
+    assert sidecar.read_text() == built
 
 
 # --------------------------------------------------------------------------------------------- numbers and tokenizers
