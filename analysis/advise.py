@@ -25,6 +25,7 @@ from rich.text import Text
 from analysis.command import Parser, run_command
 from analysis.load import LoadError, Runs, load
 from analysis.stats import Draws, Estimate, Resampler, average, ratio
+from analysis.summary import count_lines
 from harness.records import AR
 
 NO_DIFFERENCE = "no difference"
@@ -112,6 +113,8 @@ def advise(runs: Runs) -> list[Advice]:
     found = []
     for (pair, engine), rows in runs.used.groupby(["pair", "engine"], observed=True):
         found.append(_advise(str(pair), str(engine), rows))
+    if not found:
+        raise LoadError(f"no request was completed by every arm; {count_lines(runs)[0]}")
     return found
 
 
@@ -137,7 +140,7 @@ def _advise(pair: str, engine: str, rows: pd.DataFrame) -> Advice:
         against = ratio(speedups[arm], speedups[chosen])
         estimate = against.estimate()
         # Without an interval nothing varies: the same arm, or the same times.
-        low, high = (estimate.low, estimate.high) if estimate.has_interval else (estimate.value, estimate.value)
+        low, high = (estimate.low, estimate.high) if estimate.has_interval else (round(estimate.value, 9),) * 2
         if low > 1:
             better.append(arm)
         tau = _overall(judging, arm, "tau").estimate()

@@ -1,8 +1,8 @@
 """fold-compare: our tables beside the paper's, cell by cell.
 
-A published number is called inside when it lies in our 95% interval, outside otherwise; where we have no interval
-(one request, a constant) it must agree to the printed digit. An interval of ours covers the choice of requests only:
-a difference in device, engine version or drafter revision shows as outside.
+A published number is called inside when it lies in our 95% interval, give or take half of its last printed digit, and
+outside otherwise; where we have no interval (one request, a constant) it must agree to the printed digit. An interval
+of ours covers the choice of requests only: a difference in device, engine version or drafter revision shows as outside.
 """
 
 from __future__ import annotations
@@ -83,9 +83,10 @@ def _verdict(ours: Estimate | str | None, metric: str, printed: str, value: floa
     if ours is None or np.isnan(ours.value):
         return MISSING, np.nan
     ratio = ours.value / value if value else np.nan
-    if ours.has_interval:
-        return (INSIDE if ours.low <= value <= ours.high else OUTSIDE), ratio
+    # The printed number stands for all that round to it.
     half = 0.5 * 10.0 ** -FORMATS[metric][0] + 1e-9
+    if ours.has_interval:
+        return (INSIDE if ours.low - half <= value <= ours.high + half else OUTSIDE), ratio
     return (INSIDE if abs(ours.value - value) <= half else OUTSIDE), ratio
 
 

@@ -11,10 +11,12 @@ without TPOT "is excluded for all methods").
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import os
 from array import array
 from bisect import bisect
+from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
@@ -45,10 +47,10 @@ class Runs:
     """All records of one or more run directories.
 
     used: one row per counted request and arm, autoregressive arm included. Columns: the five of CELL, request, arm,
-    method,
-        config (JSON text of the method's settings), run, device, order, prompt_tokens, n_out, finish, tau and
-        tau_unclipped (tokens per verification round), committed and rounds (tokens, rounds: their sums give the
-        pooled tau), tpot_ms, tpot_ar_ms, speedup (TPOT_AR / TPOT of the same request, run and device), prefill_s,
+        method, config (JSON text of the method's settings), run, device, order, prompt_tokens, n_out, finish,
+        miscounted (more or fewer tokens committed than delivered: tau is in doubt), tau and tau_unclipped (tokens per
+        verification round), committed and rounds (tokens, rounds: their sums give the pooled tau), tpot_ms,
+        tpot_ar_ms, speedup (TPOT_AR / TPOT of the same request, run and device), prefill_s,
         output (hash of the ids), same (output ids equal to the autoregressive ones), n_out_ar, finish_ar,
         repetition and repetition_ar (share of repeated n-grams; 0 where too few drafts are accepted to matter), round_s
         (seconds by part, summed over rounds), commits and proposals (bytes, one a round).
@@ -80,14 +82,20 @@ def load(paths: Path | str | Iterable[Path | str]) -> Runs:
     clashes.
     """
     given = [Path(paths)] if isinstance(paths, str | Path) else [Path(path) for path in paths]
-    folders = [folder for path in given for folder in _run_dirs(path)]
+    # A run that is given twice, or once more by its parent, is one run.
+    folders = list({folder.resolve(): folder for path in given for folder in _run_dirs(path)}.values())
     jobs: list[tuple[Path, str]] = []
     agreement: list[dict[str, Any]] = []
     files_of: dict[Path, dict[str, Any]] = {}
     for folder in folders:
         files = sorted(folder.glob("records*.jsonl"))
         run = _read_json(folder / "run.json")
-        pair = run.get("config", {}).get("drafter", {}).get("name") or ""
+        try:
+            pair = run.get("config", {}).get("drafter", {}).get("name") or ""
+        except AttributeError:
+            raise LoadError(
+                f"{folder / 'run.json'} is not one that fold-bench wrote; restore it or remove it"
+            ) from None
         for file in files:
             jobs.append((file, pair))
             files_of[file] = run
@@ -141,10 +149,40 @@ def _read_all(jobs: list[tuple[Path, str]]) -> list[list[dict[str, Any]]]:
 
 def _read(job: tuple[Path, str]) -> list[dict[str, Any]]:
     file, pair = job
+    rows: list[dict[str, Any]] = []
     try:
-        return [_row(record, pair or record.unit.rsplit("/", 3)[0]) for record in read_records(file)]
+        for record in read_records(file):
+            if (broken := _impossible(record)) is not None:
+                raise ValueError(broken)
+            rows.append(_row(record, pair or record.unit.rsplit("/", 3)[0]))
     except RecordError as error:
         raise LoadError(str(error)) from None
+    except (TypeError, ValueError, AttributeError) as error:
+        # Every line is a record, so the rows read so far give its number.
+        where = f"{file}, line {len(rows) + 1} is damaged"
+        raise LoadError(f"{where} ({error}); restore it or remove that line") from None
+    return rows
+
+
+def _impossible(record: Record) -> str | None:
+    """What would turn into a wrong number, or None: the invariants of the writer (harness.records) that need no K, in
+    a form that costs next to nothing, since a file may have been edited or written by another tool.
+    """
+    for name in ("run", "request_id", "benchmark", "task", "method", "error"):
+        if not isinstance(getattr(record, name), str):
+            return f"{name} is {getattr(record, name)!r}, not text"
+    if not isinstance(record.method_config, dict) or not isinstance(record.round_s, dict):
+        return "method_config or round_s is not an object"
+    if not isinstance(record.output_ids, list) or not isinstance(record.prompt_tokens, int):
+        return "output_ids or prompt_tokens is missing"
+    if record.error:
+        return None
+    cap = max(record.proposals, default=254) + 1
+    if record.commits and not 1 <= min(record.commits) <= max(record.commits) <= cap:
+        return f"a round committed fewer than 1 or more than {cap} tokens"
+    if not 0 <= record.last_token_s - record.first_token_s < math.inf:
+        return f"first token at {record.first_token_s} s, last at {record.last_token_s} s"
+    return None
 
 
 def _row(record: Record, pair: str) -> dict[str, Any]:
@@ -169,6 +207,7 @@ def _row(record: Record, pair: str) -> dict[str, Any]:
         "prompt_tokens": record.prompt_tokens,
         "n_out": len(record.output_ids),
         "finish": record.finish,
+        "miscounted": record.n_first + committed != len(record.output_ids) and not record.error,
         "committed": committed,
         "rounds": rounds,
         "tau": np.nan if mean is None else mean,
@@ -218,8 +257,8 @@ def _arm_names(table: pd.DataFrame) -> pd.Series:
 
     Arms of one method that differ in nothing (the A/A control "ar#2") keep the name that the harness gave them.
     """
-    names: dict[tuple[str, str, str], str] = {}
-    known = table[["pair", "method", "arm", "config"]].drop_duplicates()
+    names: dict[tuple[str, str, str, str], str] = {}
+    known = table[["run", "pair", "method", "arm", "config"]].drop_duplicates()
     for (pair, method), group in known.astype(object).groupby(["pair", "method"]):
         configs = {text: json.loads(text) for text in group["config"]}
         differing = [
@@ -227,10 +266,14 @@ def _arm_names(table: pd.DataFrame) -> pd.Series:
             for key in sorted({key for config in configs.values() for key in config})
             if len({json.dumps(config.get(key)) for config in configs.values()}) > 1
         ]
-        for arm, text in zip(group["arm"], group["config"], strict=True):
+        counted: Counter[tuple[str, str]] = Counter()
+        for run, arm, text in sorted(zip(group["run"], group["arm"], group["config"], strict=True)):
             settings = [f"{key}={configs[text].get(key)}" for key in differing]
-            names[str(pair), arm, text] = " ".join([str(method), *settings]) if settings else arm
-    keys = zip(table["pair"], table["arm"], table["config"], strict=True)
+            counted[run, text] += 1
+            # A setting that one run measures twice (the A/A control within a sweep) is two arms.
+            again = f"#{counted[run, text]}" if counted[run, text] > 1 else ""
+            names[run, str(pair), arm, text] = " ".join([str(method), *settings]) + again if settings else arm
+    keys = zip(table["run"], table["pair"], table["arm"], table["config"], strict=True)
     return pd.Series([names[key] for key in keys], index=table.index, dtype=object)
 
 
@@ -287,8 +330,8 @@ def _pair(table: pd.DataFrame) -> dict[str, pd.DataFrame]:
 
 
 def _refuse_clashes(table: pd.DataFrame) -> None:
-    """The same arm and request in two runs would count twice; only the autoregressive arm is expected in each."""
-    rows = table[table["method"] != AR]
+    """The same arm and request in two runs would count twice; only the autoregressive passes are expected in each."""
+    rows = table[~table["method"].isin([AR, AR_AGAIN])]
     twice = rows[rows.duplicated(["key", "arm"], keep=False)]
     if len(twice):
         first = twice.iloc[0]

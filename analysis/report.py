@@ -136,6 +136,8 @@ def _by_length(rows: list[Row]) -> list[str]:
     for benchmark in dict.fromkeys((row.pair, row.engine, row.benchmark) for row in rows):
         here = [row for row in rows if (row.pair, row.engine, row.benchmark) == benchmark]
         for metric, label in (("speedup", "speedup over AR (×)"), ("tau", "acceptance length τ")):
+            if metric == "tau" and all(row.arm == AR for row in here):
+                continue
 
             def draw(figure: Figure, here: list[Row] = here, metric: str = metric, label: str = label) -> None:
                 axes = figure.subplots()

@@ -118,7 +118,7 @@ def summarise_runs(runs: Runs) -> Summary:
         of_group = runs.used[(runs.used[groups].astype("str") == list(keys)).all(axis=1)]
         rows.extend(_rank(means, strata, keys, of_group))
     flags = [f"! {row.benchmark} {row.level}: {flag}" for row in rows for flag in row.flags]
-    return Summary(rows, _counts(runs), [*_drift(runs), *_agreement(runs), *flags], _failures(runs))
+    return Summary(rows, count_lines(runs), [*_drift(runs), *_agreement(runs), *flags], _failures(runs))
 
 
 def _levels(used: pd.DataFrame, groups: list[str]) -> list[tuple[str, ...]]:
@@ -163,7 +163,7 @@ def _flags(arm: str, rows: pd.DataFrame) -> tuple[str, ...]:
     return tuple(work_flags(arm, [(Work(*a), Work(*b)) for a, b in zip(mine, base, strict=True)]))
 
 
-def _counts(runs: Runs) -> list[str]:
+def count_lines(runs: Runs) -> list[str]:
     used = runs.used[REQUEST].drop_duplicates()
     line = f"Requests used: {len(used)}; left out of every arm: {len(runs.excluded)}"
     reasons = Counter(zip(runs.excluded["reason"], runs.excluded["arm"], strict=True)).most_common()
@@ -172,11 +172,16 @@ def _counts(runs: Runs) -> list[str]:
 
 
 def unusable_lines(runs: Runs) -> list[str]:
-    """Arms that did not work at all somewhere, one line each."""
-    return [
+    """Arms that did not work at all somewhere, one line each, and records whose tokens do not add up."""
+    lines = [
         f"{row['arm']} has no usable record in {row['benchmark']} {row['level']} ({row['n']} tried; {row['reason']})."
         for row in runs.unusable.to_dict("records")
     ]
+    odd = runs.used[runs.used["miscounted"]]
+    if len(odd):
+        first = f"the first is request {odd['request'].iloc[0]} of {odd['arm'].iloc[0]}"
+        lines.append(f"{len(odd)} records committed more or fewer tokens than they delivered ({first}): doubt their τ.")
+    return lines
 
 
 def _failures(runs: Runs) -> int:
@@ -188,10 +193,13 @@ def _drift(runs: Runs) -> list[str]:
     """The second autoregressive pass against the first: what the speedups would show if nothing had changed."""
     if len(runs.again) == 0:
         return []
-    means = Resampler(runs.again, ["pair", "engine"], ["speedup"])
+    # Runs that are read together repeat the same requests.
+    several = runs.again["run"].nunique() > 1
+    means = Resampler(runs.again, ["pair", "engine", *(["run"] if several else [])], ["speedup"])
     lines = []
-    for key in means.strata():
-        estimate = means.mean(runs.again["arm"].iloc[0], "speedup", [key]).estimate()
+    for pair, engine in dict.fromkeys(key[:2] for key in means.strata()):
+        keys = means.strata(pair=pair, engine=engine)
+        estimate = means.mean(runs.again["arm"].iloc[0], "speedup", keys).estimate()
         lines.append(f"AR against itself, first pass over second pass: {estimate.text(3)} on {estimate.n} requests.")
     return lines
 

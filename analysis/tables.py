@@ -300,7 +300,9 @@ def _alpha_sheet(data: Data, number: int, groups: list[str], with_n: bool) -> Sh
             cells[model, group, "n", "n"] = Estimate(float(tau.n) if tau.n else np.nan, np.nan, np.nan, tau.n)
             for high, low in (("2", "1"), ("4", "2")):
                 key = (model, group, f"α={high} vs. {low}", "tau ratio")
-                mean = means.mean(high, f"over {low}", keys).estimate()
+                # Without the lower setting there is no ratio, whatever stands in its column.
+                known = means.mean(low, "tau", keys).n > 0
+                mean = (means.mean(high, f"over {low}", keys) if known else MISSING).estimate()
                 pooled = ratio(means.pooled_tau(high, keys), means.pooled_tau(low, keys)).estimate()
                 cells[key] = mean
                 if _conclusion(mean) != _conclusion(pooled):
@@ -326,15 +328,17 @@ def _conclusion(estimate: Estimate) -> int:
 def _alpha_means(data: Data, model: str) -> Resampler:
     """FOLD's arms of a pair named by α, each request with the ratio of its τ to that of the other settings."""
     rows = data.rows(model, "DFlash")
-    rows = rows[(rows["method"] == "fold") & (rows["prompt_tokens"] > paper.WINDOW[model])].copy()
+    rows = rows[(rows["method"] == "fold") & (rows["prompt_tokens"] > paper.WINDOW[model])]
+    rows = rows[~rows["arm"].str.contains("#", regex=False).astype(bool)].copy()
     rows["arm"] = [f"{json.loads(text).get('alpha', 2):g}" for text in rows["config"]]
     identity = ["benchmark", "task", "request"]
+    twice = rows.loc[rows.duplicated([*identity, "arm"]), "arm"]
+    if len(twice):
+        raise LoadError(
+            f"fold was run on {model} with several settings of alpha={twice.iloc[0]}; give the runs of one of them"
+        )
     for low in ("1", "2"):
         base = rows.loc[rows["arm"] == low, [*identity, "tau"]].rename(columns={"tau": "base"})
-        if base.duplicated(identity).any():
-            raise LoadError(
-                f"fold was run on {model} with several settings of alpha={low}; give the runs of one of them"
-            )
         rows = rows.merge(base, on=identity, how="left")
         # Rows that have no counterpart are never asked for: the other arm is missing for their whole task.
         rows[f"over {low}"] = (rows["tau"] / rows.pop("base")).fillna(1.0)

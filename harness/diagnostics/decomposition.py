@@ -89,6 +89,8 @@ def _changes(
 def _ratios(name: str, rows: pd.DataFrame, estimates: list[dict[str, Any]], findings: list[str]) -> list[list[str]]:
     rows = rows[rows["method"] == "fold"]
     configs = {text: json.loads(text) for text in set(rows["config"].astype(str))}
+    configs = {text: config for text, config in configs.items() if {"alpha", "window"} <= config.keys()}
+    rows = rows[rows["config"].isin(list(configs))]
     rows = rows.assign(
         alpha=[float(configs[text]["alpha"]) for text in rows["config"]],
         window=[configs[text]["window"] for text in rows["config"]],

@@ -110,6 +110,9 @@ def test_verdicts() -> None:
     nan = float("nan")
     assert _verdict(Estimate(3.0, 2.9, 3.1, 9), "tau", "3.05", 3.05) == (INSIDE, pytest.approx(3 / 3.05))
     assert _verdict(Estimate(3.0, 2.9, 3.1, 9), "tau", "3.2", 3.2)[0] == OUTSIDE
+    # 3.00 may have been 3.0049 before it was printed.
+    assert _verdict(Estimate(3.004, 3.003, 3.005, 9), "tau", "3.00", 3.0)[0] == INSIDE
+    assert _verdict(Estimate(3.007, 3.006, 3.008, 9), "tau", "3.00", 3.0)[0] == OUTSIDE
     assert _verdict(Estimate(3.004, nan, nan, 9), "tau", "3.00", 3.0)[0] == INSIDE
     assert _verdict(Estimate(3.006, nan, nan, 1), "tau", "3.00", 3.0)[0] == OUTSIDE
     assert _verdict("10", "", "10", 10.0)[0] == INSIDE and _verdict(None, "tau", "1", 1.0)[0] == "not measured"

@@ -8,6 +8,7 @@ import pytest
 from analysis_fixtures import record, write_run
 
 from analysis.load import LoadError, length_bucket, load
+from analysis.summary import summarise_runs
 
 
 def test_pairs_on_the_same_device_only(tmp_path: Path) -> None:
@@ -119,6 +120,67 @@ def test_second_arm_of_equal_settings_keeps_its_name(tmp_path: Path) -> None:
     runs = load(write_run(tmp_path, lines))
     assert runs.arms() == ["ar", "ar#2"]
     assert runs.used.set_index("arm").loc["ar#2", "speedup"] == pytest.approx(0.5)
+
+
+def test_a_setting_measured_twice_in_a_sweep_is_two_arms(tmp_path: Path) -> None:
+    arms = (("fold", 3, 1.0), ("fold#2", 5, 1.0), ("fold#3", 4, 2.0))
+    lines = [record("a")] + [record("a", m, commits=[c], method_config={"alpha": alpha}) for m, c, alpha in arms]
+    runs = load(write_run(tmp_path, lines))
+    assert dict(zip(runs.used["arm"], runs.used["tau"], strict=True)) == {
+        "ar": 1.0, "fold alpha=1.0": 3.0, "fold alpha=1.0#2": 5.0, "fold alpha=2.0": 4.0,
+    }  # fmt: skip
+
+
+def test_runs_read_together_may_each_end_with_a_second_ar_pass(tmp_path: Path) -> None:
+    folders = []
+    for run, method, again_ms in (("r1", "fold", 20), ("r2", "rerope", 40)):
+        lines = [record("a", run=run), record("a", method, commits=[4], run=run)]
+        folders.append(write_run(tmp_path / run, [*lines, record("a", "ar@end", tpot_ms=again_ms, run=run)]))
+    runs = load(folders)
+    assert runs.arms() == ["ar", "fold", "rerope"]
+    assert sorted(runs.again["speedup"]) == pytest.approx([0.25, 0.5])
+    assert any("AR against itself" in note and "0.375" in note for note in summarise_runs(runs).notes)
+
+
+def test_a_run_given_twice_is_one_run(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "r", [record("a"), record("a", "fold", commits=[4])])
+    (folder / "agreement.jsonl").write_text('{"arm": "fold", "equal": false, "passed": true, "max_gap": 0.1}\n')
+    runs = load([folder, tmp_path, folder])
+    assert len(runs.used) == 2 and len(runs.agreement) == 1
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        ({"commits": [12], "output_ids": list(range(13))}, "more than 10"),  # K is 9
+        ({"commits": [0, 4]}, "fewer than 1"),
+        ({"commits": None}, "NoneType"),
+        ({"last_token_s": 1.0}, "last at 1.0"),
+        ({"last_token_s": float("inf")}, "last at inf"),
+        ({"error": None}, "error is None"),
+        ({"request_id": 7}, "request_id is 7"),
+        ({"output_ids": None}, "output_ids"),
+        ({"method_config": "x"}, "method_config"),
+    ],
+)
+def test_an_impossible_record_is_named_and_not_averaged(tmp_path: Path, damage: dict, told: str) -> None:
+    lines = [record("a"), record("a", "fold", commits=[4]), {**record("b", "fold", commits=[4]), **damage}]
+    with pytest.raises(LoadError, match=f"line 3 is damaged.*{told}"):
+        load(write_run(tmp_path, lines))
+
+
+def test_tokens_that_do_not_add_up_are_told(tmp_path: Path) -> None:
+    runs = load(write_run(tmp_path, [record("a"), {**record("a", "fold", commits=[4]), "commits": [6]}]))
+    (line,) = [line for line in summarise_runs(runs).counts if "doubt" in line]
+    assert line.startswith("1 records") and "request a of fold" in line
+
+
+@pytest.mark.parametrize("text", ["[]", "null", '{"config": null}', '{"config": {"drafter": null}}'])
+def test_a_foreign_run_json_is_one_line(tmp_path: Path, text: str) -> None:
+    folder = write_run(tmp_path, [record("a")])
+    (folder / "run.json").write_text(text)
+    with pytest.raises(LoadError, match="not one that fold-bench wrote"):
+        load(folder)
 
 
 def test_nothing_to_read_is_one_line(tmp_path: Path) -> None:

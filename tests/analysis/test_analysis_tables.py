@@ -94,6 +94,31 @@ def test_dagger_when_the_pooled_ratio_concludes_otherwise(tmp_path: Path) -> Non
     assert "† [" in to_markdown(sheet) and r"$^\dagger$" in to_latex(sheet)
 
 
+@pytest.mark.parametrize("alphas", [(2.0,), (1.0, 4.0)])
+def test_a_ratio_needs_both_settings_of_alpha(tmp_path: Path, alphas: tuple[float, ...]) -> None:
+    lines = []
+    for task in paper.SEVEN_GENERAL_TASKS:
+        for i in range(3):
+            where = {"benchmark": task, "task": task, "prompt_tokens": 20000, "unit": "llama/vllm/x/0of1"}
+            lines.append(record(f"{task}{i}", **where))
+            for alpha in alphas:
+                lines.append(record(f"{task}{i}", "fold", commits=[3, 4 + i], method_config={"alpha": alpha}, **where))
+    (sheet,) = make_tables(load(write_run(tmp_path, lines)), [5])
+    assert all(np.isnan(cell.value) for key, cell in sheet.cells.items() if key[3] == "tau ratio")
+    tau = sheet.cells["Llama-3.1-8B", "General", "α=2", "tau"].value
+    assert tau == pytest.approx(4.0) if 2.0 in alphas else np.isnan(tau)
+
+
+def test_two_settings_of_one_alpha_are_one_line(tmp_path: Path) -> None:
+    where = {"task": "Gov", "prompt_tokens": 20000, "unit": "llama/vllm/x/0of1"}
+    lines = [record("a", **where)]
+    for window in (256, 512):
+        config = {"alpha": 4.0, "window": window}
+        lines.append(record("a", "fold", commits=[4], method_config=config, **where))
+    with pytest.raises(LoadError, match="several settings of alpha=4"):
+        make_tables(load(write_run(tmp_path, lines)), [12])
+
+
 def test_best_and_second_best_share_printed_ties(main_sheets: dict[int, Sheet]) -> None:
     ranks = main_sheets[2].ranks()
     gemma = ("Gemma-4-12B", "En.", "speedup")

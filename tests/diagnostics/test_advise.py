@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from pathlib import Path
@@ -119,3 +120,19 @@ def test_too_little_to_choose_or_judge_is_one_line(tmp_path: Path, documents: in
     with pytest.raises(LoadError) as caught:
         advise_runs([run(tmp_path, speeds, documents=documents)])
     assert "\n" not in str(caught.value) and "benchmark=probe" in str(caught.value)
+
+
+def test_a_sweep_whose_runs_each_end_with_a_second_ar_pass(tmp_path: Path) -> None:
+    for name, arm, config, speed in (("1", "fold", {"alpha": 1.0}, 1.2), ("2", "fold", {"alpha": 4.0}, 2.0)):
+        folder = run(tmp_path / name, {arm: speed}, run=name, method_config=config)
+        with (folder / "records.jsonl").open("a") as file:
+            last = record("demo_code/0@1K", "ar@end", benchmark="demo_code", task="demo_code", level="1K", run=name)
+            file.write(json.dumps(last) + "\n")
+    assert only(tmp_path / "1", tmp_path / "2").answer == "fold alpha=4.0"
+
+
+def test_nothing_usable_is_one_line(tmp_path: Path) -> None:
+    failed = {"error": "boom", "output_ids": [], "commits": [], "n_first": 0, "proposals": []}
+    lines = [{**record(name, arm), **failed} for name in "ab" for arm in ("ar", "fold")]
+    with pytest.raises(LoadError, match=r"no request was completed.*2 failed: boom in ar"):
+        advise_runs([write_run(tmp_path, lines)])

@@ -113,6 +113,12 @@ def test_the_decomposition_sums_and_takes_the_ratios_of_alpha(tmp_path: Path) ->
     assert ratios["all"] == ("4 vs. 2 (W = 256)", 1.5, 12)
 
 
+def test_records_without_settings_have_no_alpha(tmp_path: Path) -> None:
+    lines = [record(name, arm, commits=[2, 2]) for name in "ab" for arm in ("ar", "original", "window", "fold")]
+    runs = write_run(tmp_path / "run", lines)
+    assert main(["diagnostic=decomposition", f"diagnostic.runs=[{runs}]", f"run_dir={tmp_path / 'out'}"]) == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
