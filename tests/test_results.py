@@ -14,5 +14,6 @@ def test_the_committed_summary_and_the_readmes_come_from_the_committed_records()
     assert (ROOT / "results" / "demo" / "summary.md").read_text() == table
     assert table.strip() in (ROOT / "results" / "demo" / "README.md").read_text()
     rows = set(table.splitlines())
-    shown = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith(("| demo_", "| **demo_"))]
+    readme = (ROOT / "README.md").read_text().splitlines()
+    shown = [line for line in readme if line.startswith(("| demo_", "| **demo_"))]
     assert len(shown) > 20 and set(shown) <= rows

@@ -31,6 +31,8 @@ ON_CLUSTER = ["slurm.cpus_per_task=1", "slurm.mem=null", "slurm.time_min=30", "s
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    if not os.environ.get("FOLD_BENCH_SLURM"):
+        pytest.skip("starts a SLURM cluster of its own: set FOLD_BENCH_SLURM=1 where slurm-wlm and munge are installed")
     folder = tmp_path_factory.mktemp("cluster")
     started = subprocess.run([SCRIPT, "start", folder, str(MAX_ARRAY)], capture_output=True, text=True, timeout=120)
     if started.returncode:
