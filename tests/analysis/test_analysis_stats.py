@@ -166,8 +166,8 @@ def test_not_a_number_names_the_request(tmp_path: Path) -> None:
 def test_ratio_is_paired(tmp_path: Path) -> None:
     lines = []
     for i in range(20):
-        lines += [record(f"{i}"), record(f"{i}", "fold", commits=[2 + i % 5] * 4)]
-        lines += [record(f"{i}", "window", commits=[(2 + i % 5) * 2] * 4)]
+        lines += [record(f"{i}"), record(f"{i}", "fold", commits=[2 + i % 4] * 4)]
+        lines += [record(f"{i}", "window", commits=[(2 + i % 4) * 2] * 4)]
     means = resampler(tmp_path, lines)
     keys = means.strata()
     exact = ratio(means.mean("window", "tau", keys), means.mean("fold", "tau", keys)).estimate()

@@ -421,14 +421,20 @@ from test_demo_train import run
 import transformers.models.gpt2.tokenization_gpt2
 work, target, packages = map(Path, sys.argv[2:5])
 moments, kills = random.Random(3), 0
+def saved():
+    path = work / "checkpoint.pt"
+    return path.stat().st_mtime_ns if path.exists() else 0
 for attempt in range(60):
     child = os.fork()
     if child == 0:
         run(work, target, packages)
         os._exit(0)
-    end = time.monotonic() + moments.uniform(0.02, 0.25 + 0.12 * attempt)
+    # Twice just after a checkpoint, so that there is one to resume from however fast the machine is; then anywhere.
+    after_checkpoint = attempt < 2
+    before = saved()
+    end = time.monotonic() + (60 if after_checkpoint else moments.uniform(0.02, 0.25 + 0.12 * (attempt // 4)))
     done = 0
-    while not done and time.monotonic() < end:
+    while not done and time.monotonic() < end and not (after_checkpoint and saved() != before):
         done, status = os.waitpid(child, os.WNOHANG)
         time.sleep(0.002)
     if done:
