@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from harness.requests import request_path, write_requests
 from slurm.status import View
 from slurm.units import load
 from tests.harness.helpers import toy_pair
+from tests.harness.scripted import make_requests
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -24,7 +26,8 @@ def toy(folder: Path, count: int = 6, benchmarks: tuple[str, ...] = ("demo_code"
     data = folder / "data"
     for name in benchmarks:
         if name != "demo_code":
-            shutil.copytree(data / "demo_code", data / name)
+            requests = [replace(each, benchmark=name, task=name) for each in make_requests(count)]
+            write_requests(request_path(data, name, "demo"), requests, {})
     parts = ",".join(f"['benchmark={name}']" for name in benchmarks)
     return [*overrides, f"parts=[{parts}]"]
 
