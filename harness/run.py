@@ -64,11 +64,11 @@ def prepare(plan: Plan) -> Job:
     data_dir = Path(config.data_dir).expanduser().absolute() if config.data_dir else default_cache_dir() / "requests"
     _check_writable("run_dir", plan.run_dir)
     folder = target_folder(config.target)
-    _check_pair(config, folder)
+    vocab = _check_pair(config, folder)
     files = {each.name: _request_file(each, plan, folder, data_dir) for each in plan.benchmarks}
     units = []
     for name, file in files.items():
-        count = _check_requests(file, config.target)
+        count = _check_requests(file, config.target, vocab)
         units.append(Unit(config.drafter.name, config.engine.name, name, file.__iter__, count, *plan.shard))
     local = replace(
         config,
@@ -110,8 +110,9 @@ def _check_writable(key: str, folder: Path) -> None:
         raise UserError(f"{folder} cannot be written (no permission in {parent}); choose another {key}=")
 
 
-def _check_pair(config: RunConfig, folder: Path) -> None:
-    """Compare the target's config.json with what is configured and with what its drafter was made for."""
+def _check_pair(config: RunConfig, folder: Path) -> int | None:
+    """Compare the target's config.json with what is configured and with what its drafter was made for. Returns the
+    size of the target's vocabulary, None if the file does not say."""
     target, drafter = config.target, config.drafter
     try:
         declared = json.loads((folder / "config.json").read_bytes())
@@ -129,6 +130,8 @@ def _check_pair(config: RunConfig, folder: Path) -> None:
             made_for.check_target(text["num_hidden_layers"], text["hidden_size"], text["vocab_size"])
         except DrafterError as error:
             raise UserError(f"drafter {drafter.name} does not fit target {target.name}: {error}") from None
+    vocab = text.get("vocab_size")
+    return vocab if isinstance(vocab, int) else None
 
 
 def _request_file(benchmark: BenchmarkConfig, plan: Plan, folder: Path, data_dir: Path) -> RequestFile:
@@ -184,7 +187,7 @@ def _tokenizer(folder: Path) -> Any:
         raise UserError(f"{folder} has no usable tokenizer ({reason}); target.source must be a model folder") from None
 
 
-def _check_requests(file: RequestFile, target: TargetConfig) -> int:
+def _check_requests(file: RequestFile, target: TargetConfig, vocab: int | None) -> int:
     """Read the whole file once, before any model loads. Returns how many requests it holds."""
     count = 0
     try:
@@ -195,6 +198,11 @@ def _check_requests(file: RequestFile, target: TargetConfig) -> int:
                 raise UserError(
                     f"{file.path}: request {request.id} needs {need} tokens of context, target {target.name} has "
                     f"{target.max_context}; leave it out (benchmark.exclude) or choose shorter levels"
+                )
+            if vocab is not None and (largest := max(request.prompt_ids)) >= vocab:
+                raise UserError(
+                    f"{file.path}: request {request.id} has token id {largest}, target {target.name} has ids below "
+                    f"{vocab}; prepare the requests with the target's own tokenizer"
                 )
     except RequestFileError as error:
         raise UserError(str(error)) from None

@@ -272,6 +272,18 @@ def test_an_unreadable_request_file(pair: list[str], tmp_path: Path, capsys: pyt
     assert not (tmp_path / "results").exists()
 
 
+def test_requests_made_with_another_tokenizer(
+    pair: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A token id beyond the target's vocabulary would be a failed cell for every arm, long after the models loaded."""
+    config = tmp_path / "pair" / "target" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": 5}))
+    assert main(pair) == 2
+    said = one_line(capsys)
+    assert "request r000 has token id" in said and "target demo has ids below 5" in said
+    assert not (tmp_path / "results").exists()
+
+
 def test_a_target_folder_without_configuration(
     pair: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
