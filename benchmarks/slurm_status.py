@@ -15,8 +15,8 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+from harness.config import SlurmConfig
 from harness.records import RECORDS, Record
-from slurm.config import SlurmConfig
 from slurm.status import View, details, overview
 from slurm.units import Submission, Work, load
 

@@ -30,12 +30,11 @@ from rich.table import Table
 from data_prep.demo.target import default_cache_dir
 from harness.cli import FAILED as EXIT_FAILED
 from harness.cli import INTERRUPTED, MISTAKE, OK, compose_plans
-from harness.config import Plan, UserError, check, make_arms
+from harness.config import Plan, SlurmConfig, UserError, check, make_arms
 from harness.provenance import CODE, PACKAGE_ROOT, SNAPSHOT, code, gpus
 from harness.records import JsonLines, RecordError
 from harness.requests import load_manifest, request_path, write_atomic
 from slurm import queue
-from slurm.config import SlurmConfig
 from slurm.job import UnitTask
 from slurm.status import DONE, FAILED, LOCAL, PENDING, PLANNED, RUNNING, UNKNOWN, UnitState, View
 from slurm.units import Submission, Unit, Work, load, merge, plan_work

@@ -18,11 +18,10 @@ from functools import cached_property
 from pathlib import Path
 
 from harness.bench import arms_of
-from harness.config import Plan, UserError
+from harness.config import Plan, SlurmConfig, UserError
 from harness.records import AR
 from harness.requests import write_atomic
 from slurm import estimate
-from slurm.config import SlurmConfig
 
 SCHEMA = "fold-bench-submission/1"
 

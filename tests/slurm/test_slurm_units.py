@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import sys
@@ -20,7 +21,7 @@ from slurm.job import run_unit
 from slurm.status import DONE, FAILED, PENDING, PLANNED, RUNNING, UNKNOWN, View
 from slurm.units import Submission, Unit, Work, load, merge, plan_work
 from tests.harness import scripted
-from tests.slurm.slurm_fixtures import toy
+from tests.slurm.slurm_fixtures import ROOT, toy
 
 
 def plans_of(*overrides: str) -> list:
@@ -379,3 +380,12 @@ def test_unit_ids_are_unique() -> None:
     work = Work("run-abc", "h", "p", "e", "b", ("ar", "fold"), (), 5, 2, 1.0)
     assert [Unit(work, shard).requests for shard in (0, 1)] == [3, 2]
     assert Unit(work, 1).id == "run-abc-1of2"
+
+
+def test_no_other_package_knows_slurm() -> None:
+    for package in ("harness", "methods", "data_prep", "analysis", "conf"):
+        for file in (ROOT / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text())):
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+                assert not any(name.partition(".")[0] == "slurm" for name in names), file
