@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,9 +9,9 @@ import torch
 
 from harness.drafters import DrafterError, load_drafter
 from harness.engines.base import EngineError, EngineInfo
+from harness.engines.device import device_uuid, pick_device, pick_dtype
 from harness.engines.reference.engine import ReferenceEngine
 from harness.engines.reference.target import open_target
-from harness.provenance import cpu_uuid, gpus
 
 if TYPE_CHECKING:
     from harness.config import EngineConfig, RunConfig
@@ -23,8 +22,8 @@ def open_reference(config: RunConfig) -> ReferenceEngine:
     engine = config.engine
     if engine.threads is not None:
         torch.set_num_threads(engine.threads)
-    device, uuid = _device(engine.device)
-    dtype = _dtype(engine.dtype, device)
+    device = pick_device(engine.device)
+    dtype = pick_dtype(engine.dtype, device)
     try:
         drafter = load_drafter(
             config.drafter.folder_or_id,
@@ -45,7 +44,7 @@ def open_reference(config: RunConfig) -> ReferenceEngine:
         name="reference",
         version=f"torch {torch.__version__}",
         device=str(device),
-        device_uuid=uuid,
+        device_uuid=device_uuid(device),
         dtype=str(dtype).removeprefix("torch."),
         settings=_settings(engine, device, dtype),
         drafter={
@@ -57,36 +56,6 @@ def open_reference(config: RunConfig) -> ReferenceEngine:
         },
     )
     return ReferenceEngine(target, drafter, prefill_chunk=engine.prefill_chunk, info=info)
-
-
-def _device(name: str) -> tuple[torch.device, str]:
-    """The device and its stable id; ``auto`` is a GPU if torch sees one."""
-    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu"), cpu_uuid()
-    if not torch.cuda.is_available():
-        raise EngineError("engine.device=cuda: torch sees no GPU on this machine; use engine.device=cpu")
-    torch.cuda.init()
-    uuid = str(getattr(torch.cuda.get_device_properties(0), "uuid", ""))
-    known = [gpu.get("uuid", "") for gpu in gpus()]
-    return torch.device("cuda", 0), next((full for full in known if uuid and uuid in full), uuid or "cuda:0")
-
-
-def _dtype(name: str, device: torch.device) -> torch.dtype:
-    """``auto`` is bfloat16 where the device multiplies in it, else float32."""
-    if name != "auto":
-        return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
-    if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
-    native = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
-    return torch.bfloat16 if native or _arm_bf16() else torch.float32
-
-
-def _arm_bf16() -> bool:
-    try:
-        with open("/proc/cpuinfo") as file:
-            return os.uname().machine == "aarch64" and " bf16" in file.read()
-    except OSError:
-        return False
 
 
 def _settings(engine: EngineConfig, device: torch.device, dtype: torch.dtype) -> dict[str, object]:
