@@ -21,6 +21,7 @@ from torch import Tensor
 
 from methods.attention import dense_read, query_factors
 from methods.cache import ContextCache, DrafterGeometry
+from methods.parts import attend_folded, fold_rows, merge_parts, unfold_rows
 from methods.reading import (
     Branch,
     Entries,
@@ -242,10 +243,10 @@ class CachedReader(_RequestReader):
             out, lse = _attend(part, self.geometry.scale)
             outs.append(out)
             masses.append(lse / part.sharpen)  # Eq. 3
-        out = _merge(outs, masses)
+        out = merge_parts(outs, masses)
         if self.state is not None and self.state.observes and len(plan.branches) > 1:
             self._observe(layer, parts[0], torch.logsumexp(torch.stack(masses), 0))
-        return out.unflatten(1, (self.rows, self.group)).transpose(0, 1).flatten(1, 2)
+        return unfold_rows(out, self.rows)
 
     def extra_bytes(self) -> int:
         """Bytes held beyond the shared cache: turned keys, retrieved entries, the method's state, masks."""
@@ -380,8 +381,7 @@ class CachedReader(_RequestReader):
 
     def _fold(self, query: Tensor) -> Tensor:
         """``[B, Hq, d]`` to ``[Hkv, B * G, d]`` in the cache's dtype."""
-        grouped = query.to(self.dtype).unflatten(1, (self.geometry.kv_heads, self.group))
-        return grouped.transpose(0, 1).flatten(1, 2)
+        return fold_rows(query.to(self.dtype), self.geometry.kv_heads)
 
     def _follow(self) -> None:
         """Bring what depends on the context's length up to it."""
@@ -425,31 +425,7 @@ def _far_positions(placement: SharedDistance, rows: int) -> Tensor:
 
 
 def _attend(part: _Part, scale: float) -> tuple[Tensor, Tensor]:
-    """``out [Hkv, B * G, dv]`` of one part and ``lse [Hkv, B * G]`` of its sharpened logits, -inf for a row that reads
-    nothing.
-    """
-    scale *= part.sharpen
-    if part.query.device.type == "cpu" and part.keys.shape[-1] == part.values.shape[-1]:
-        query, keys, values = part.query[None], part.keys[None], part.values[None]
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, keys, values, attn_mask=part.mask, scale=scale
-        )
-        out, lse = out[0], lse[0]
-        if part.some_empty and part.mask is not None:  # the kernel says 0 for such a row
-            lse = lse.masked_fill((part.mask == -math.inf).all(-1), -math.inf)
-        return out, lse
-    exact = compute_dtype(part.query.dtype)
-    logits = part.query.to(exact) @ part.keys.to(exact).transpose(1, 2) * scale
-    if part.mask is not None:
-        logits = logits + part.mask
-    lse = torch.logsumexp(logits, -1)
-    weights = torch.exp(logits - lse.masked_fill(lse == -math.inf, 0.0)[..., None])
-    return weights @ part.values.to(exact), lse
-
-
-def _merge(outs: list[Tensor], masses: list[Tensor]) -> Tensor:
-    """Parts weighed by their masses (Eq. 4): from ``[Hkv, B * G, dv]`` and log masses ``[Hkv, B * G]`` each."""
-    if len(outs) == 1:
-        return outs[0]
-    share = torch.softmax(torch.stack(masses), 0)[..., None]
-    return (torch.stack(outs) * share).sum(0).to(outs[0].dtype)
+    """``out [Hkv, B * G, dv]`` of one part and ``lse [Hkv, B * G]`` of its sharpened logits."""
+    return attend_folded(
+        part.query, part.keys, part.values, part.mask, scale * part.sharpen, some_empty=part.some_empty
+    )

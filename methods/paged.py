@@ -1,0 +1,677 @@
+"""A method's plan as a few paged attention calls: how a serving engine reads a context that lies in pages.
+
+An engine stores a drafter layer's keys rotated to their absolute positions, page by page, and the values beside them.
+:class:`PagedReader` reads that as it lies. Every branch becomes calls in FlashAttention's geometry (:class:`Attend`):
+bounds that move with the row, aligned to the bottom right. With ``D = W + B`` and N committed entries,
+
+* the window N_p is a call over the ``N + B`` rotated keys with ``left = D - 1``;
+* FOLD's and ReRoPE's far memory is a call over the first ``N - W`` *unrotated* keys with ``right = 0``, its query
+  turned to ``D + r`` or ``D``: the bound drops the last ``B - 1 - r`` keys of row r, which are still in its window;
+* a set that all rows share (StreamingLLM, SGLang's window) is a call of one row, into which the block's rows are folded
+  as heads; StreamingLLM's sinks are read where they lie by a query turned to ``min(N, kept) + r``, which puts them at
+  their renumbered distance.
+
+So no entry is copied and no key turned twice. What depends on a request is read from device memory and all shapes are
+fixed: one CUDA graph serves every length. InfLLM and CMR choose entries on the host (``host_driven``): they run outside
+of graphs, and gather what they chose.
+
+The parts are merged by mass (section 3.3, Eqs. 2-4). The judge is :func:`methods.attention.dense_read`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from methods.cache import ContextCache, DrafterGeometry
+from methods.parts import attend_folded, fold_rows, unfold_rows
+from methods.reading import (
+    All,
+    Branch,
+    Kept,
+    Last,
+    LogQueryScale,
+    Method,
+    Older,
+    ReadPlan,
+    Recent,
+    RequestGeometry,
+    RetrievalState,
+    Retrieved,
+    SharedDistance,
+    Sliding,
+    SlidingGap,
+)
+from methods.rope import Rope, compute_dtype, turn
+from methods.turned import PackedEntries
+
+__all__ = ["Attend", "DeviceRope", "Merge", "PagedLayer", "PagedReader", "Place", "Rotate"]
+
+UNBOUNDED = 2**62
+
+
+@dataclass(frozen=True, eq=False)
+class PagedLayer:
+    """Where one drafter layer's context lies; any strides, one dtype.
+
+    ``keys [pages, page_size, Hkv, d]`` rotated to absolute positions, ``raw_keys`` the same not rotated (after the k
+    norm; None where the method reads none), ``values [pages, page_size, Hkv, dv]``. ``table [max_pages]`` int32 or
+    int64: entry j lies in page ``table[j // page_size]``, row ``j % page_size``. Entries ``0..N-1`` are the context,
+    and the draft block's own rotated keys and values stand at entries ``N..N+B-1`` before the read.
+    """
+
+    keys: Tensor
+    raw_keys: Tensor | None
+    values: Tensor
+    table: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceRope:
+    """A rotary embedding in device memory, where a request may change it in place: ``freq [n]`` float64 radians per
+    position of each pair, ``mscale [1]`` float64 (see :class:`methods.rope.Rope`)."""
+
+    freq: Tensor
+    mscale: Tensor
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a second copy of the query is turned to: ``distance``, or ``min(N, distance)`` if ``capped``; plus r if it
+    ``follows_block``. ``raw``: it meets unrotated keys, so it carries the embedding's mscale for both."""
+
+    distance: int
+    follows_block: bool
+    capped: bool = False
+    raw: bool = True
+
+
+class Attend(Protocol):
+    """One attention call over paged or contiguous keys.
+
+    ``q [R, Hq, d]``, already rotated; ``keys [pages, page_size, Hkv, d]`` and ``values [pages, page_size, Hkv, dv]``
+    with ``table [max_pages]``, or ``[1, n, Hkv, d]`` and ``[1, n, Hkv, dv]`` with ``table=None``; ``length`` int32
+    ``[1]`` on the device, the keys there are. Bottom-right aligned: row r reads keys j with ``diag - left <= j <= diag
+    + right``, ``diag = length - R + r``; None is no bound. Query head h reads key head ``h // (Hq // Hkv)``.
+
+    Returns ``out [R, Hq, dv]`` in q's dtype and natural ``lse [R, Hq]``, float64 for float64 queries, else float32; a
+    row that reads nothing has out 0 and lse -inf.
+    """
+
+    def __call__(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        table: Tensor | None,
+        length: Tensor,
+        *,
+        left: int | None,
+        right: int | None,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class Rotate(Protocol):
+    """The query turned for its reads: ``q [B, Hq, d]`` to positions ``N + r`` and, if ``far``, to that place.
+
+    ``length`` int32 ``[1]`` on the device: N. ``scaling``: the factor of each row that both copies carry.
+    """
+
+    def __call__(
+        self, q: Tensor, length: Tensor, rope: DeviceRope, *, far: Place | None, scaling: LogQueryScale | None
+    ) -> tuple[Tensor, Tensor | None]: ...
+
+
+class Merge(Protocol):
+    """Parts merged by mass (Eq. 4): ``outs`` of ``[B, Hq, dv]`` and ``lses`` of ``[B, Hq]`` over logits sharpened by
+    ``sharpen``; an empty row's lse is -inf or +inf. Returns the read and its log mass."""
+
+    def __call__(
+        self, outs: Sequence[Tensor], lses: Sequence[Tensor], sharpen: Sequence[float]
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+# ------------------------------------------------------------------------------------------------- the torch executor
+
+
+def torch_attend(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor | None,
+    length: Tensor,
+    *,
+    left: int | None,
+    right: int | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """:class:`Attend` in torch, any float dtype. On a CPU it touches only what the rows read; elsewhere every key of
+    the table, so that nothing is asked of the device."""
+    rows, heads = q.shape[0], q.shape[1]
+    capacity = keys.shape[1] * (keys.shape[0] if table is None else len(table))
+    first, end = 0, capacity
+    if q.device.type == "cpu":
+        end = int(length)
+        if end > capacity:
+            raise ValueError(f"attention over {end} keys, but the table has room for {capacity}")
+        first = 0 if left is None else max(0, end - rows - left)
+    exact = compute_dtype(q.dtype)
+    if first >= end:
+        empty = torch.full((rows, heads), -math.inf, dtype=exact, device=q.device)
+        return q.new_zeros(rows, heads, values.shape[-1]), empty
+    place = torch.arange(first, end, device=q.device)
+    diagonal = length - rows + torch.arange(rows, device=q.device)[:, None]
+    hidden = place >= length
+    if left is not None:
+        hidden = hidden | (place < diagonal - left)
+    if right is not None:
+        hidden = hidden | (place > diagonal + right)
+    read_keys, read_values = _span(keys, table, first, end), _span(values, table, first, end)
+    if q.device.type != "cpu":  # what lies beyond the length may be anything, NaN too
+        beyond = (place >= length)[:, None, None]
+        read_keys, read_values = read_keys.masked_fill(beyond, 0.0), read_values.masked_fill(beyond, 0.0)
+    bounded = hidden.expand(rows, -1)
+    mask = None
+    if left is not None or right is not None or q.device.type != "cpu":
+        mask = torch.zeros(bounded.shape, dtype=q.dtype, device=q.device).masked_fill_(bounded, -math.inf)
+        mask = mask.repeat_interleave(heads // keys.shape[2], 0)
+    query, read_keys, read_values = fold_rows(q, keys.shape[2]), read_keys.transpose(0, 1), read_values.transpose(0, 1)
+    out, lse = attend_folded(query, read_keys, read_values, mask, scale, some_empty=True)
+    return unfold_rows(out, rows).to(q.dtype), unfold_rows(lse, rows).to(exact)
+
+
+def torch_rotate(
+    q: Tensor, length: Tensor, rope: DeviceRope, *, far: Place | None, scaling: LogQueryScale | None
+) -> tuple[Tensor, Tensor | None]:
+    """:class:`Rotate` in torch: float64 angles, cosines and sines rounded."""
+    exact = compute_dtype(q.dtype)
+    row = torch.arange(q.shape[0], device=q.device)
+    query = q.to(exact)
+    if scaling is not None:
+        place = (length + row + 1).to(torch.float64)
+        factor = (torch.log(place) / math.log(scaling.reference)).clamp(min=1.0)
+        query = query * factor.to(exact)[:, None, None]
+    near = _turn(query, length + row, rope, rope.mscale).to(q.dtype)
+    if far is None:
+        return near, None
+    start = length.clamp(max=far.distance) if far.capped else torch.full_like(length, far.distance)
+    place = start + (row if far.follows_block else torch.zeros_like(row))
+    return near, _turn(query, place, rope, rope.mscale**2 if far.raw else rope.mscale).to(q.dtype)
+
+
+def torch_merge(
+    outs: Sequence[Tensor], lses: Sequence[Tensor], sharpen: Sequence[float]
+) -> tuple[Tensor, Tensor]:
+    """:class:`Merge` in torch."""
+    # An empty row's +inf must go before the division, or its part would win (facts of FlashAttention 2).
+    masses = torch.stack(
+        [lse.masked_fill(lse == math.inf, -math.inf) / alpha for lse, alpha in zip(lses, sharpen, strict=True)]
+    )
+    total = torch.logsumexp(masses, 0)
+    share = torch.exp(masses - total.masked_fill(total == -math.inf, 0.0))[..., None]
+    stacked = torch.stack(list(outs)).to(share.dtype).masked_fill(share == 0, 0.0)
+    return (stacked * share).sum(0).to(outs[0].dtype), total
+
+
+# --------------------------------------------------------------------------------------------------------- the reader
+
+
+class PagedReader:
+    """One method's reads of all drafter layers of an engine process, one request at a time (batch size 1).
+
+    Per request: ``begin``; then for every draft block ``read`` of layer 0, 1, ... and, for a ``host_driven`` method,
+    ``committed`` whenever entries were committed (after prefill too, before the first read), then ``target_attention``
+    if ``wants_target_attention()`` was true before the verification. Before the first ``begin`` reads work with the
+    drafter's own embedding, so that graphs can be captured; addresses never change afterwards.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        geometry: DrafterGeometry,
+        *,
+        max_context: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        attend: Attend = torch_attend,
+        rotate: Rotate = torch_rotate,
+        merge: Merge = torch_merge,
+    ):
+        """``max_context``: most context entries a request can reach; ``dtype`` of queries, keys and values."""
+        self.method = method
+        self.geometry = geometry
+        self.rows = geometry.block
+        self.capacity = max_context
+        self.dtype, self.device = dtype, torch.device(device)
+        self.attend, self.rotate, self.merge = attend, rotate, merge
+        self.state: RetrievalState | None = None
+        self.packed: PackedEntries | None = None
+        self.context: _PagedContext | None = None
+
+        request = RequestGeometry(1, 1, geometry.block)
+        self.plans = [method.plan(layer, request) for layer in geometry.layers]
+        self.ropes = [self._device_rope(geometry.rope) for _ in geometry.layers]
+        self.host_driven = any(isinstance(b.entries, Retrieved) for plan in self.plans for b in plan.branches)
+        """True: the method chooses entries on the host, so reads must run outside of a CUDA graph."""
+        self.raw_layers = tuple(index for index, plan in enumerate(self.plans) if _reads_raw(plan))
+        """Layers whose ``raw_keys`` are read: those an engine must keep unrotated keys of."""
+
+        self.block_length = torch.tensor([self.rows], dtype=torch.int32, device=self.device)
+        terms = [_terms(plan, self.rows, first=index == 0) for index, plan in enumerate(self.plans)]
+        self.terms = torch.tensor(terms, dtype=torch.int64, device=self.device).transpose(1, 2)
+        self.counted = torch.zeros(len(terms[0]), dtype=torch.int64, device=self.device)
+        self.retrieved = [0, 0]  # entries that the host chose: read, and of them read out of their place
+
+    @property
+    def needs_raw_keys(self) -> bool:
+        """True if any layer's ``raw_keys`` are read."""
+        return bool(self.raw_layers)
+
+    def begin(self, request: RequestGeometry) -> None:
+        """A new request: nothing survives the last one. Raises ValueError for another block size, or if the request
+        does not fit ``max_context``."""
+        if request.block != self.rows:
+            raise ValueError(f"the request drafts {request.block} positions a round, the drafter {self.rows}")
+        if request.prompt + request.limit > self.capacity:
+            raise ValueError(
+                f"a request of {request.prompt} + {request.limit} tokens, but this reader was opened for "
+                f"{self.capacity} context entries"
+            )
+        for index, held in enumerate(self.ropes):
+            rope = self.rope(index, request)
+            held.freq.copy_(rope.inv_freq)
+            held.mscale.fill_(rope.mscale)
+        self.counted.zero_()
+        self.retrieved = [0, 0]
+        self.state = self.packed = self.context = None
+        if self.host_driven:
+            self.context = _PagedContext(self.geometry, self.capacity, self.dtype, self.device)
+            context = cast(ContextCache, self.context)
+            new_state: Any = self.method
+            self.state = new_state.new_state(self.geometry, context, request)
+            if any(isinstance(branch.entries, Retrieved) and branch.block for branch in self.plans[0].branches):
+                self.packed = PackedEntries(context, self.geometry.rope)
+
+    def rope(self, layer: int, request: RequestGeometry) -> Rope:
+        """The embedding that the engine must rotate this layer's keys with, in this request (YaRN scales it)."""
+        plan = self.method.plan(self.geometry.layers[layer], request)
+        return self.geometry.rope if plan.rope is None else self.geometry.rope.yarn(plan.rope)
+
+    def committed(self, length: int, layers: Sequence[PagedLayer]) -> None:
+        """The context has ``length`` entries and they all lie in ``layers``: after prefill, then after every round.
+        Methods that are not ``host_driven`` need no word of it."""
+        if self.state is None or self.context is None:
+            return
+        if not self.context.layers:
+            self.context.lay(length, layers)
+            self.state.prepare()
+        elif length < self.context.length:
+            raise ValueError(f"committed({length}): the reader saw {self.context.length} entries of this request")
+        else:
+            self.context.lay(length, layers)
+            self.state.committed(length)
+
+    def wants_target_attention(self) -> bool:
+        """Ask before a verification: must it yield the target's attention for :meth:`target_attention`?"""
+        return self.state is not None and self.state.wants_target_attention()
+
+    def target_attention(self, weights: Tensor) -> None:
+        """``weights [N]`` of position t - 1 over the context, averaged over heads, in the target's last full layer."""
+        if self.state is None:
+            raise RuntimeError(f"{self.method.name} does not use the target's attention")
+        self.state.target_attention(weights)
+
+    def activity(self) -> dict[str, int]:
+        """What was really done for this request, counted by the reads themselves (in a CUDA graph too) and summed over
+        layers and rounds; asks the device."""
+        rounds, context, near, far, moved = self.counted.tolist()
+        return {
+            "rounds": rounds,
+            "entries_in_context": context,
+            "entries_read": near + far + self.retrieved[0],
+            "far_entries_read": far + moved + self.retrieved[1],
+            **({} if self.state is None else self.state.activity()),
+        }
+
+    def read(self, layer: int, q: Tensor, pages: PagedLayer, length: Tensor) -> Tensor:
+        """``q [B, Hq, d]`` not rotated, ``length`` int32 ``[1]`` on the device: N. Returns ``[B, Hq, dv]``.
+
+        Raises ValueError for other rows or dtypes, for a layer that lacks ``raw_keys``, and if a ``host_driven``
+        method was not told of the context that is there.
+        """
+        drafter = self.geometry
+        if q.shape != (self.rows, drafter.q_heads, drafter.head_dim) or q.dtype != self.dtype:
+            raise ValueError(
+                f"this reader reads queries [{self.rows}, {drafter.q_heads}, {drafter.head_dim}] of {self.dtype}, got "
+                f"{list(q.shape)} of {q.dtype}"
+            )
+        if layer in self.raw_layers and pages.raw_keys is None:
+            raise ValueError(f"{self.method.name} reads unrotated keys of layer {layer}, and there are none")
+        if self.host_driven:
+            self._check_told(int(length))
+        coefficients = self.terms[layer]
+        self.counted += ((length - coefficients[0]) * coefficients[1]).clamp(min=0).minimum(coefficients[2])
+
+        plan, rope = self.plans[layer], self.ropes[layer]
+        near, far = _near_and_far(plan)
+        turned, second = self.rotate(q, length, rope, far=_second_place(near, far), scaling=plan.query_scale)
+        parts = self._near(layer, near, q, turned, second, pages, length)
+        if far is not None:
+            assert second is not None and pages.raw_keys is not None
+            parts += self._far(layer, far, q, second, pages, length)
+        if len(parts) == 1 and not (self.observes and far is not None):
+            return parts[0].out
+        out, mass = self.merge([p.out for p in parts], [p.lse for p in parts], [p.sharpen for p in parts])
+        if self.observes and far is not None:
+            self._observe(layer, turned, pages, mass)
+        return out
+
+    @property
+    def observes(self) -> bool:
+        """True if the method's state wants the weights of each read (InfLLM)."""
+        return self.state is not None and self.state.observes
+
+    # ------------------------------------------------------------------------------------------ the parts of a read
+
+    def _near(
+        self,
+        layer: int,
+        branch: Branch,
+        q: Tensor,
+        turned: Tensor,
+        second: Tensor | None,
+        pages: PagedLayer,
+        length: Tensor,
+    ) -> list[_Part]:
+        """The block, and the entries that its branch reads: at true distances, or renumbered."""
+        causal, rows = self.geometry.layers[layer].block_causal, self.rows
+        match branch.entries:
+            case All():
+                return [self._block_and_context(turned, pages, length, None, causal)]
+            case Recent(window):
+                return [self._block_and_context(turned, pages, length, window + rows - 1, causal)]
+            case Sliding(size) if size >= rows:
+                return [self._block_and_context(turned, pages, length, size - 1, causal)]
+            case Sliding(size):
+                return [self._narrow(turned, pages, length, size, causal)]
+            case Last(count):
+                return self._shared(turned, pages, length, count, causal)
+            case Kept(sinks, recent):
+                parts = self._shared(turned, pages, length, recent, causal)
+                if sinks:
+                    assert second is not None
+                    there = (length - recent).clamp(0, sinks)
+                    parts.append(self._call(second, pages.keys, pages.values, pages.table, there))
+                return parts
+            case Retrieved():
+                return self._packed(layer, q, turned, pages, length)
+        raise AssertionError(branch.entries)
+
+    def _far(
+        self, layer: int, branch: Branch, q: Tensor, second: Tensor, pages: PagedLayer, length: Tensor
+    ) -> list[_Part]:
+        """Entries at one shared distance: unrotated keys, met by the second query."""
+        raw, rows, entries = pages.raw_keys, self.rows, branch.entries
+        assert raw is not None
+        right = 0
+        match entries:
+            case Older(window):
+                length = (length - window).clamp(min=0)
+            case SlidingGap(size):
+                # A window narrower than the block leaves entries that even row 0 is beyond.
+                length = (length - max(0, size - rows)).clamp(min=0)
+                right = max(0, rows - size)
+            case Retrieved(beyond):
+                assert beyond is not None and self.state is not None
+                chosen = self.state.positions(layer, q)
+                # What the last row reads, and it reads most. The last of them lie side by side up to its bound, so
+                # that each earlier row reads one fewer.
+                chosen = chosen[chosen < int(length) + rows - beyond]
+                self.retrieved[0] += len(chosen)
+                self.retrieved[1] += len(chosen)
+                if not len(chosen):
+                    return []
+                keys, values = _at(raw, pages.table, chosen)[None], _at(pages.values, pages.table, chosen)[None]
+                count = torch.tensor([len(chosen)], dtype=torch.int32, device=self.device)
+                return [self._call(second, keys, values, None, count, right=0, sharpen=branch.sharpen)]
+            case _:
+                raise AssertionError(entries)
+        return [self._call(second, raw, pages.values, pages.table, length, right=right, sharpen=branch.sharpen)]
+
+    def _block_and_context(
+        self, turned: Tensor, pages: PagedLayer, length: Tensor, left: int | None, causal: bool
+    ) -> _Part:
+        right = 0 if causal else None
+        return self._call(turned, pages.keys, pages.values, pages.table, length + self.rows, left=left, right=right)
+
+    def _shared(
+        self, turned: Tensor, pages: PagedLayer, length: Tensor, count: int, causal: bool
+    ) -> list[_Part]:
+        """The last ``count`` entries for all rows: the rows are folded into heads, so that one bound serves them."""
+        one = fold_rows(turned, self.geometry.kv_heads).flatten(0, 1)[None]
+        end, left = (length, count - 1) if causal else (length + self.rows, count + self.rows - 1)
+        read = self._call(one, pages.keys, pages.values, pages.table, end, left=left)
+        shape = (self.geometry.kv_heads, -1)
+        part = _Part(
+            unfold_rows(read.out[0].unflatten(0, shape), self.rows),
+            unfold_rows(read.lse[0].unflatten(0, shape), self.rows),
+        )
+        return [part, self._block_alone(turned, pages, length, causal)] if causal else [part]
+
+    def _block_alone(self, turned: Tensor, pages: PagedLayer, length: Tensor, causal: bool) -> _Part:
+        at = length + torch.arange(self.rows, device=self.device)
+        keys, values = _at(pages.keys, pages.table, at)[None], _at(pages.values, pages.table, at)[None]
+        return self._call(turned, keys, values, None, self.block_length, right=0 if causal else None)
+
+    def _narrow(self, turned: Tensor, pages: PagedLayer, length: Tensor, size: int, causal: bool) -> _Part:
+        """A sliding window narrower than the block, all of which is read: no bound along the diagonal says that."""
+        row = torch.arange(self.rows, device=self.device)[:, None]
+        column = torch.arange(size - 1 + self.rows, device=self.device)
+        at = length - (size - 1) + column
+        hidden = ((column < row) & (column < size - 1)) | (at < 0)
+        if causal:
+            hidden |= column - (size - 1) > row
+        at = at.clamp(min=0)
+        mask = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, -math.inf)
+        group = self.geometry.q_heads // self.geometry.kv_heads
+        out, lse = attend_folded(
+            fold_rows(turned, self.geometry.kv_heads),
+            _at(pages.keys, pages.table, at).transpose(0, 1),
+            _at(pages.values, pages.table, at).transpose(0, 1),
+            mask.repeat_interleave(group, 0),
+            self.geometry.scale,
+        )
+        return _Part(unfold_rows(out, self.rows).to(self.dtype), unfold_rows(lse, self.rows))
+
+    def _packed(self, layer: int, q: Tensor, turned: Tensor, pages: PagedLayer, length: Tensor) -> list[_Part]:
+        """Retrieved entries renumbered from 0, read by a query at M + r, and the block by one at N + r."""
+        assert self.packed is not None and self.state is not None
+        packed = self.packed
+        packed.hold(self.state.positions(layer, q))
+        parts = [self._block_alone(turned, pages, length, self.geometry.layers[layer].block_causal)]
+        if packed.count:
+            self.retrieved[0] += packed.count
+            self.retrieved[1] += packed.count if packed.count < int(length) else 0
+            count = torch.tensor([packed.count], dtype=torch.int32, device=self.device)
+            query, _ = self.rotate(q, count, self.ropes[layer], far=None, scaling=None)
+            keys, values = packed.keys[layer].transpose(0, 1)[None], packed.values[layer].transpose(0, 1)[None]
+            parts.append(self._call(query, keys, values, None, count))
+        return parts
+
+    def _call(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        table: Tensor | None,
+        length: Tensor,
+        *,
+        left: int | None = None,
+        right: int | None = None,
+        sharpen: float = 1.0,
+    ) -> _Part:
+        scale = self.geometry.scale * sharpen
+        out, lse = self.attend(query, keys, values, table, length, left=left, right=right, scale=scale)
+        return _Part(out, lse, sharpen)
+
+    def _observe(self, layer: int, turned: Tensor, pages: PagedLayer, mass: Tensor) -> None:
+        """Hand the state the weights of the window's entries: their logits again, over the total mass."""
+        assert self.state is not None and self.context is not None
+        near = self.plans[layer].branches[0].entries
+        assert isinstance(near, Recent)
+        length, reach = self.context.length, near.window + self.rows
+        first = max(0, length - (reach - 1))
+        at = torch.arange(first, length, device=self.device)
+        exact = compute_dtype(self.dtype)
+        keys = _at(pages.keys, pages.table, at).to(exact).transpose(0, 1)
+        logits = fold_rows(turned, self.geometry.kv_heads).to(exact) @ keys.transpose(1, 2) * self.geometry.scale
+        logits = unfold_rows(logits, self.rows)
+        row = torch.arange(self.rows, device=self.device)[:, None]
+        logits = logits.masked_fill((length + row - at >= reach)[:, None], -math.inf)
+        self.state.observe(layer, first, torch.exp(logits - mass.to(exact)[..., None]).sum(0))
+
+    def _check_told(self, length: int) -> None:
+        told = None if self.context is None or not self.context.layers else self.context.length
+        if told != length:
+            seen = "was not told of any context" if told is None else f"was told of {told} entries"
+            raise ValueError(f"{self.method.name} reads {length} context entries but {seen}: call committed() first")
+
+    def _device_rope(self, rope: Rope) -> DeviceRope:
+        return DeviceRope(
+            rope.inv_freq.to(self.device).clone(),
+            torch.tensor([rope.mscale], dtype=torch.float64, device=self.device),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """``out [B, Hq, dv]`` and ``lse [B, Hq]`` of one call's sharpened logits."""
+
+    out: Tensor
+    lse: Tensor
+    sharpen: float = 1.0
+
+
+class _PagedContext:
+    """Pages as the :class:`methods.cache.ContextCache` that the states of InfLLM and CMR look entries up in."""
+
+    def __init__(self, geometry: DrafterGeometry, capacity: int, dtype: torch.dtype, device: torch.device):
+        self.geometry = geometry
+        self.capacity = capacity
+        self.length = 0
+        self.layers: Sequence[PagedLayer] = ()
+        shape = (len(geometry.layers), geometry.kv_heads, capacity + geometry.block)
+        self.keys = _Lookup(self, "raw_keys", (*shape, geometry.head_dim), dtype, device)
+        self.values = _Lookup(self, "values", (*shape, geometry.value_dim), dtype, device)
+
+    def lay(self, length: int, layers: Sequence[PagedLayer]) -> None:
+        """The context now has ``length`` entries, in ``layers``."""
+        if len(layers) != len(self.geometry.layers):
+            raise ValueError(f"the drafter has {len(self.geometry.layers)} layers, got pages of {len(layers)}")
+        self.length = length
+        self.layers = layers
+
+
+@dataclass(frozen=True, eq=False)
+class _Lookup:
+    """``tensor[layers, :, entries]`` over pages: what the states use of a cache's ``[L, Hkv, capacity + B, d]``."""
+
+    context: _PagedContext
+    kind: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def __getitem__(self, where: tuple[slice | list[int], slice, slice | Tensor]) -> Tensor:
+        """``[layers, Hkv, n, d]``: a copy."""
+        chosen, _, entries = where
+        layers = range(self.shape[0])[chosen] if isinstance(chosen, slice) else chosen
+        if isinstance(entries, slice):
+            entries = torch.arange(self.shape[2], device=self.device)[entries]
+        held = [self.context.layers[layer] for layer in layers]
+        return torch.stack([_at(getattr(pages, self.kind), pages.table, entries).transpose(0, 1) for pages in held])
+
+    def new_empty(self, shape: tuple[int, ...]) -> Tensor:
+        """As a tensor's."""
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+
+def _near_and_far(plan: ReadPlan) -> tuple[Branch, Branch | None]:
+    """The branch that reads the block, and the one at a shared distance if there is one."""
+    (near,) = [branch for branch in plan.branches if branch.block]
+    others = [branch for branch in plan.branches if not branch.block]
+    if len(others) > 1 or any(not isinstance(branch.placement, SharedDistance) for branch in others):
+        raise ValueError("a paged read is one branch with the block and at most one more at a shared distance")
+    return near, others[0] if others else None
+
+
+def _second_place(near: Branch, far: Branch | None) -> Place | None:
+    """Where the second query of a layer is turned to."""
+    if far is not None:
+        assert isinstance(far.placement, SharedDistance)
+        return Place(far.placement.distance, far.placement.follows_block)
+    if isinstance(near.entries, Kept) and near.entries.sinks:
+        return Place(near.entries.sinks + near.entries.recent, follows_block=True, capped=True, raw=False)
+    return None
+
+
+def _reads_raw(plan: ReadPlan) -> bool:
+    return any(
+        isinstance(branch.placement, SharedDistance) or isinstance(branch.entries, Retrieved)
+        for branch in plan.branches
+    )
+
+
+def _terms(plan: ReadPlan, rows: int, first: bool) -> list[tuple[int, int, int]]:
+    """What a read of N entries counts, each as ``min(max(0, (N - offset) * factor), most)``: the round (at the first
+    layer), entries in the context, read near, read far, and read near but out of their place."""
+    near, far = _near_and_far(plan)
+    nothing, near_most, moved = (0, 0, 0), 0, (0, 0, 0)
+    match near.entries:
+        case All():
+            near_most = UNBOUNDED
+        case Recent(window):
+            near_most = window + rows - 1
+        case Sliding(size):
+            near_most = size - 1
+        case Last(count):
+            near_most = count
+        case Kept(sinks, recent):
+            near_most = sinks + recent
+            moved = (near_most, sinks, sinks)
+    far_term = nothing
+    if far is not None:
+        match far.entries:
+            case Older(window):
+                far_term = (window, 1, UNBOUNDED)
+            case SlidingGap(size):
+                far_term = (max(0, size - rows), 1, UNBOUNDED)
+    return [(-1, 1, 1 if first else 0), (0, 1, UNBOUNDED), (0, 1, near_most), far_term, moved]
+
+
+def _at(stored: Tensor, table: Tensor, entries: Tensor) -> Tensor:
+    """``[n, Hkv, d]``: the entries at these positions, copied from their pages."""
+    size = stored.shape[1]
+    return stored[table[entries // size], entries % size]
+
+
+def _span(stored: Tensor, table: Tensor | None, first: int, end: int) -> Tensor:
+    """``[end - first, Hkv, d]``: entries ``first..end-1``, page by page."""
+    if table is None:
+        return stored[0, first:end]
+    size = stored.shape[1]
+    pages = table[first // size : -(-end // size)].clamp(0, stored.shape[0] - 1)
+    start = first - first // size * size
+    return stored[pages].flatten(0, 1)[start : start + end - first]
+
+
+def _turn(query: Tensor, places: Tensor, rope: DeviceRope, scale: Tensor) -> Tensor:
+    angle = places.to(torch.float64)[:, None, None] * rope.freq
+    cos, sin = torch.cos(angle) * scale, torch.sin(angle) * scale
+    return turn(query, torch.cat((cos, cos), -1).to(query.dtype), torch.cat((-sin, sin), -1).to(query.dtype))
