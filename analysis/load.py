@@ -27,7 +27,7 @@ import numpy as np
 import pandas as pd
 
 from harness.guards import LOOP, repetition
-from harness.records import AR, AR_AGAIN, Record, RecordError, read_lines, read_records, tau, tpot
+from harness.records import AR, AR_AGAIN, RANDOM_WEIGHTS, Record, RecordError, read_lines, read_records, tau, tpot
 
 # A cell is what a table prints: one task (at one length level) of one pair in one engine.
 CELL = ["pair", "engine", "benchmark", "task", "level"]
@@ -49,7 +49,7 @@ class Runs:
     used: one row per counted request and arm, autoregressive arm included. Columns: the five of CELL, request, arm,
         method, config (JSON text of the method's settings), run, device, order, prompt_tokens, n_out, finish,
         miscounted (more or fewer tokens committed than delivered: tau is in doubt), tau and tau_unclipped (tokens per
-        verification round), committed and rounds (tokens, rounds: their sums give the pooled tau), tpot_ms,
+        verification round), committed and rounds (tokens, rounds: their sums give the pooled tau), round_ms, tpot_ms,
         tpot_ar_ms, speedup (TPOT_AR / TPOT of the same request, run and device), prefill_s,
         output (hash of the ids), same (output ids equal to the autoregressive ones), n_out_ar, finish_ar,
         repetition and repetition_ar (share of repeated n-grams; 0 where too few drafts are accepted to matter), round_s
@@ -76,10 +76,15 @@ class Runs:
         found = list(dict.fromkeys(self.used["arm"])) if len(self.used) else []
         return sorted(found, key=lambda arm: arm != AR)
 
+    @property
+    def synthetic(self) -> bool:
+        """Whether random weights decoded these runs: times are real, tau and speedup are missing."""
+        return any(str(engine).endswith(RANDOM_WEIGHTS) for engine in self.used["engine"].unique())
 
-def load(paths: Path | str | Iterable[Path | str]) -> Runs:
+
+def load(paths: Path | str | Iterable[Path | str], synthetic: bool = False) -> Runs:
     """Read the run directories `paths` (one, or several). Raises LoadError when there is nothing to read or it
-    clashes.
+    clashes, and for a run of random weights unless `synthetic`: what it accepted means nothing.
     """
     given = [Path(paths)] if isinstance(paths, str | Path) else [Path(path) for path in paths]
     # A run that is given twice, or once more by its parent, is one run.
@@ -110,6 +115,9 @@ def load(paths: Path | str | Iterable[Path | str]) -> Runs:
         rows.extend(found)
         for name in {row["run"] for row in found}:
             provenance.setdefault(name, files_of[file])
+    made_up = next((row["run"] for row in rows if row["engine"].endswith(RANDOM_WEIGHTS)), None)
+    if made_up is not None and not synthetic:
+        raise LoadError(f"run {made_up} has random weights, so no acceptance and no speedup; leave it out")
     table = _tidy(rows)
     warm = table["warmup"]
     paired = _pair(table[~warm].drop(columns="warmup"))
@@ -189,6 +197,8 @@ def _row(record: Record, pair: str) -> dict[str, Any]:
     """One record as a flat row. Token ids are hashed and dropped: they are most of a record and are only compared."""
     committed, rounds = sum(record.commits), len(record.commits)
     mean, seconds = tau(record), tpot(record)
+    if record.synthetic and not record.autoregressive:
+        mean = None
     # Counting n-grams of every output would double the time to load; a loop that makes an arm look fast is one whose
     # drafts are mostly accepted.
     suspect = mean and mean >= 0.5 * (max(record.proposals, default=0) + 1) and not record.autoregressive
@@ -211,7 +221,8 @@ def _row(record: Record, pair: str) -> dict[str, Any]:
         "committed": committed,
         "rounds": rounds,
         "tau": np.nan if mean is None else mean,
-        "tau_unclipped": (committed + record.overrun) / rounds if rounds else np.nan,
+        "tau_unclipped": np.nan if mean is None else (committed + record.overrun) / rounds,
+        "round_ms": 1e3 * (record.last_token_s - record.first_token_s) / rounds if rounds else np.nan,
         "tpot_ms": 1e3 * seconds if seconds else np.nan,
         "prefill_s": record.prefill_s,
         "output": hash(tuple(record.output_ids)),
@@ -312,6 +323,8 @@ def _pair(table: pd.DataFrame) -> dict[str, pd.DataFrame]:
     table.loc[loops, "repetition_ar"] = [repetition(array("I", ids)) for ids in table.loc[loops, "base_ids"]]
     table["same"] = table["output"] == table["output_ar"]
     table["speedup"] = table["tpot_ar_ms"] / table["tpot_ms"]
+    made_up = table["engine"].astype(str).str.endswith(RANDOM_WEIGHTS) & ~table["method"].isin([AR, AR_AGAIN])
+    table.loc[made_up, "speedup"] = np.nan
     unpaired = table["good"] & table["tpot_ar_ms"].isna()
     table.loc[unpaired, "reason"] = "no autoregressive record on the same device"
     table["good"] &= ~unpaired

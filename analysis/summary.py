@@ -19,15 +19,24 @@ from rich.table import Table
 from rich.text import Text
 
 from analysis.load import CELL, REQUEST, Runs, load
-from analysis.stats import Draws, Estimate, Resampler, ratio
+from analysis.stats import METRICS, Estimate, Resampler, ratio
 from analysis.style import draw_line, look, save, styled
 from harness.guards import Work, work_flags
 from harness.records import AR
 
+_MISSING = Estimate(float("nan"), float("nan"), float("nan"), 0)
+SYNTHETIC = (
+    "Random weights at the published shapes: times are measured, but no draft means anything, so there is no tau and "
+    "no speedup. The time is that of a round (AR: of a step), and arms are ranked by it."
+)
+
 
 @dataclass(frozen=True)
 class Row:
-    """One arm on one benchmark at one length level. tpot_ms is an absolute time; rank 1 is the fastest."""
+    """One arm on one benchmark at one length level. tpot_ms is an absolute time; rank 1 is the fastest.
+
+    synthetic: random weights; tau and speedup are then missing, and arms are ranked by round_ms.
+    """
 
     pair: str
     engine: str
@@ -40,13 +49,18 @@ class Row:
     speedup: Estimate
     tied: bool
     flags: tuple[str, ...]
+    round_ms: Estimate
+    synthetic: bool = False
 
     def cells(self, with_pair: bool = False) -> list[str]:
         """Printed values from benchmark to speedup; "!" marks an arm with flags."""
         benchmark = f"{self.pair} in {self.engine}: {self.benchmark}" if with_pair else self.benchmark
         place = f"{self.rank}{'~' if self.tied and self.rank > 1 else ''}"
         arm = self.arm + (" !" if self.flags else "")
-        numbers = [f"{self.tau.value:.2f}", f"{self.tpot_ms.value:.2f}", self.speedup.text(2, "×")]
+        if self.synthetic:
+            numbers = ["—", f"{self.round_ms.value:.2f} a round", "—"]
+        else:
+            numbers = [f"{self.tau.value:.2f}", f"{self.tpot_ms.value:.2f}", self.speedup.text(2, "×")]
         return [benchmark, self.level, place, arm, *numbers]
 
 
@@ -105,20 +119,22 @@ class Summary:
 
 def summarise(run_dir: Path | str | Iterable[Path | str]) -> Summary:
     """Summarise one or several run directories. Raises analysis.load.LoadError when there are no records."""
-    return summarise_runs(load(run_dir))
+    return summarise_runs(load(run_dir, synthetic=True))
 
 
 def summarise_runs(runs: Runs) -> Summary:
     """Summarise loaded records."""
     groups = ["pair", "engine", "benchmark", "level"]
-    means = Resampler(runs.used, CELL)
+    metrics = ("tpot_ms", "round_ms") if runs.synthetic else (*METRICS, "round_ms")
+    means = Resampler(runs.used, CELL, metrics)
     rows: list[Row] = []
     for keys in _levels(runs.used, groups):
         strata = means.strata(**dict(zip(groups, keys, strict=True)))
         of_group = runs.used[(runs.used[groups].astype("str") == list(keys)).all(axis=1)]
         rows.extend(_rank(means, strata, keys, of_group))
     flags = [f"! {row.benchmark} {row.level}: {flag}" for row in rows for flag in row.flags]
-    return Summary(rows, count_lines(runs), [*_drift(runs), *_agreement(runs), *flags], _failures(runs))
+    made_up = [SYNTHETIC] if runs.synthetic else []
+    return Summary(rows, count_lines(runs), [*made_up, *_drift(runs), *_agreement(runs), *flags], _failures(runs))
 
 
 def _levels(used: pd.DataFrame, groups: list[str]) -> list[tuple[str, ...]]:
@@ -133,11 +149,17 @@ def _levels(used: pd.DataFrame, groups: list[str]) -> list[tuple[str, ...]]:
 
 
 def _rank(means: Resampler, strata: list[tuple[str, ...]], keys: tuple[str, ...], of_group: pd.DataFrame) -> list[Row]:
-    speedups: dict[str, Draws] = {arm: means.mean(arm, "speedup", strata) for arm in means.arms(strata)}
-    ranked = sorted(speedups, key=lambda arm: -np.nan_to_num(speedups[arm].values[0], nan=-1.0))
+    arms = means.arms(strata)
+    rounds = {arm: means.mean(arm, "round_ms", strata) for arm in arms}
+    synthetic = "speedup" not in means.metrics
+    if synthetic:
+        speeds = {arm: ratio(rounds[arms[0]], rounds[arm]) for arm in arms}
+    else:
+        speeds = {arm: means.mean(arm, "speedup", strata) for arm in arms}
+    ranked = sorted(speeds, key=lambda arm: -np.nan_to_num(speeds[arm].values[0], nan=-1.0))
     rows = []
     for rank, arm in enumerate(ranked, 1):
-        against_best = ratio(speedups[arm], speedups[ranked[0]]).estimate()
+        against_best = ratio(speeds[arm], speeds[ranked[0]]).estimate()
         rows.append(
             Row(
                 pair=keys[0],
@@ -146,11 +168,13 @@ def _rank(means: Resampler, strata: list[tuple[str, ...]], keys: tuple[str, ...]
                 level=keys[3],
                 rank=rank,
                 arm=arm,
-                tau=means.mean(arm, "tau", strata).estimate(),
+                tau=_MISSING if synthetic else means.mean(arm, "tau", strata).estimate(),
                 tpot_ms=means.mean(arm, "tpot_ms", strata).estimate(),
-                speedup=speedups[arm].estimate(),
+                speedup=_MISSING if synthetic else speeds[arm].estimate(),
                 tied=against_best.has_interval and against_best.low <= 1 <= against_best.high,
-                flags=_flags(arm, of_group[of_group["arm"] == arm]),
+                flags=() if synthetic else _flags(arm, of_group[of_group["arm"] == arm]),
+                round_ms=rounds[arm].estimate(),
+                synthetic=synthetic,
             )
         )
     return rows

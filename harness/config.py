@@ -23,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from data_prep.config import BenchmarkConfig
 from harness.records import AR
+from harness.synthetic import RANDOM, length_in_tokens
 
 PACKAGED = "pkg://"
 ENGINES = ("reference", "vllm", "sglang")
@@ -39,7 +40,8 @@ class UserError(ValueError):
 
 @dataclass
 class TargetConfig:
-    """source: Hub id or local folder ("demo": the embedded one). max_context: positions it may use, in tokens."""
+    """source: Hub id or local folder ("demo": the embedded one). max_context: positions it may use, in tokens.
+    architecture: what of its config.json decides shapes, for weights=random."""
 
     name: str = MISSING
     source: str = MISSING
@@ -47,13 +49,15 @@ class TargetConfig:
     max_context: int = MISSING
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     needs_gpu: bool = False
+    architecture: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
 class DrafterConfig:
     """source: Hub id, local folder, or pkg://package/folder. target: the target it was trained for. block: B,
     positions of a
-    draft block. window: W of Table 1, in entries. train_length: longest training sequence in tokens, YaRN's R."""
+    draft block. window: W of Table 1, in entries. train_length: longest training sequence in tokens, YaRN's R.
+    architecture: what of its config.json decides shapes, for weights=random."""
 
     name: str = MISSING
     target: str = MISSING
@@ -63,6 +67,7 @@ class DrafterConfig:
     block: int = MISSING
     window: int = MISSING
     train_length: int = MISSING
+    architecture: dict[str, Any] = field(default_factory=dict)
 
     @property
     def proposals(self) -> int:
@@ -83,13 +88,19 @@ class DrafterConfig:
 
 @dataclass
 class EngineConfig:
-    """device: auto, cpu, cuda. dtype: auto, float32, bfloat16, float16. prefill_chunk: tokens. threads: of the CPU."""
+    """device: auto, cpu, cuda. dtype: auto, float32, bfloat16, float16. prefill_chunk: tokens. threads: of the CPU.
+    graphs: the reference engine replays steps as CUDA graphs on a GPU. Of the serving engines: gpu_memory, the share of
+    the GPU's memory they take; kv_cache_gib, of the KV cache instead; allow_version, one other than the tested."""
 
     name: str = MISSING
     device: str = "auto"
     dtype: str = "auto"
     prefill_chunk: int = 8192
     threads: Optional[int] = None  # noqa: UP045
+    graphs: bool = True
+    gpu_memory: float = 0.92
+    kv_cache_gib: Optional[float] = None  # noqa: UP045
+    allow_version: Optional[str] = None  # noqa: UP045
 
 
 @dataclass
@@ -134,6 +145,7 @@ class RunConfig:
     drafter: DrafterConfig = field(default_factory=DrafterConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     benchmark: BenchmarkConfig = field(default_factory=BenchmarkConfig)
+    weights: str = "checkpoint"
     method: dict[str, Any] = field(default_factory=dict)
     methods: Any = field(default_factory=list)
     run_dir: Optional[str] = None  # noqa: UP045
@@ -384,16 +396,22 @@ def check(plan: Plan, here: bool = True) -> None:
             raise UserError(f"{key}={value}: must not be negative")
     if config.max_gap is not None and not 0 <= config.max_gap < math.inf:
         raise UserError(f"max_gap={config.max_gap}: must not be negative, nor infinite")
+    if not 0 < engine.gpu_memory <= 1:
+        raise UserError(f"engine.gpu_memory={engine.gpu_memory}: must be a share above 0, at most 1")
+    if engine.kv_cache_gib is not None and not 0 < engine.kv_cache_gib < math.inf:
+        raise UserError(f"engine.kv_cache_gib={engine.kv_cache_gib}: must be above 0")
     _one_of("engine.name", engine.name, ENGINES)
     _one_of("engine.device", engine.device, ("auto", "cpu", "cuda"))
     _one_of("engine.dtype", engine.dtype, ("auto", "float32", "bfloat16", "float16"))
     _one_of("drafter.family", drafter.family, tuple(FAMILIES))
+    _one_of("weights", config.weights, ("checkpoint", RANDOM))
     if drafter.target != target.name:
         raise UserError(f"drafter {drafter.name} was trained for target {drafter.target}, not {target.name}; set both")
     make_arms(plan.arms)
+    _check_weights(plan)
     if here:
         _check_engine(engine, target)
-    _check_block(drafter)
+    _check_block(drafter, config.weights)
 
 
 def make_arms(arms: Iterable[ArmSpec]) -> list[tuple[str, Any | None, dict[str, Any]]]:
@@ -416,6 +434,8 @@ def _check_engine(engine: EngineConfig, target: TargetConfig) -> None:
             f"engine {engine.name} is not installed: pip install 'fold-bench[{engine.name}]' in a virtual environment "
             "of its own, or use engine=reference"
         )
+    if engine.name != "reference":
+        _check_version(engine)
     import torch
 
     gpu = torch.cuda.is_available()
@@ -434,11 +454,50 @@ def _check_engine(engine: EngineConfig, target: TargetConfig) -> None:
         )
 
 
-def _check_block(drafter: DrafterConfig) -> None:
-    from harness.drafters import DrafterError, read_config
+def _check_version(engine: EngineConfig) -> None:
+    from harness.engines import TESTED, installed_version
+
+    found, tested = installed_version(engine.name), TESTED[engine.name]
+    if found not in (tested, engine.allow_version):
+        raise UserError(
+            f"engine {engine.name} is version {found}, and this package builds on the insides of {tested}: pip install "
+            f"{engine.name}=={tested}, or try the one you have with engine.allow_version={found}"
+        )
+
+
+def _check_weights(plan: Plan) -> None:
+    """Random weights decode random token ids in the reference engine, and nothing else decodes those."""
+    config, made = plan.config, [benchmark.loader == RANDOM for benchmark in plan.benchmarks]
+    if config.weights != RANDOM:
+        if any(made):
+            raise UserError("benchmark=random is token ids without meaning: it needs weights=random")
+        return
+    if not all(made):
+        raise UserError("weights=random has no tokenizer and decodes random token ids: add benchmark=random")
+    if config.engine.name != "reference":
+        raise UserError(f"weights=random runs in the reference engine, not in {config.engine.name}: engine=reference")
+    for kind, name, shapes in (
+        ("target", config.target.name, config.target.architecture),
+        ("drafter", config.drafter.name, config.drafter.architecture),
+    ):
+        if not shapes:
+            raise UserError(f"weights=random: {kind} {name} has no {kind}.architecture; choose a pair with +model=")
+    for benchmark in plan.benchmarks:
+        for level in benchmark.levels:
+            try:
+                length_in_tokens(level)
+            except ValueError as error:
+                raise UserError(f"benchmark.levels: {error}") from None
+
+
+def _check_block(drafter: DrafterConfig, weights: str) -> None:
+    from harness.drafters import DrafterError, parse_config, read_config
 
     try:
-        found = read_config(drafter.folder_or_id, revision=drafter.revision, block=drafter.block)
+        if weights == RANDOM:
+            found = parse_config(drafter.architecture, where="drafter.architecture", block=drafter.block)
+        else:
+            found = read_config(drafter.folder_or_id, revision=drafter.revision, block=drafter.block)
     except DrafterError as error:
         raise UserError(f"drafter {drafter.name}: {error}") from None
     if found.proposals != drafter.proposals:

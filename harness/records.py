@@ -27,6 +27,8 @@ SCHEMA = "fold-bench-record/1"
 RECORDS = "records.jsonl"
 
 AR = "ar"
+# How the engine of a record is called when the weights were random (harness/synthetic.py): no acceptance, no speedup.
+RANDOM_WEIGHTS = "+random-weights"
 # The second autoregressive pass over a few requests at the end of a unit: it bounds the drift and is no row of a table.
 AR_AGAIN = "ar@end"
 
@@ -80,6 +82,11 @@ class Record:
     attempt: int = 1
     error: str = ""
     schema: str = SCHEMA
+
+    @property
+    def synthetic(self) -> bool:
+        """Whether random weights decoded it: its times are real, its acceptance means nothing."""
+        return self.engine.endswith(RANDOM_WEIGHTS)
 
     @property
     def autoregressive(self) -> bool:

@@ -23,7 +23,7 @@ from harness.engines.base import EngineError, EngineInfo
 from harness.guards import Agreement, describe_error, differing_settings, settings
 from harness.progress import open_progress
 from harness.provenance import RunFile, folder_facts
-from harness.records import JsonLines, RecordError, RecordWriter, read_lines
+from harness.records import RANDOM_WEIGHTS, JsonLines, RecordError, RecordWriter, read_lines
 from harness.requests import (
     RequestFile,
     RequestFileError,
@@ -32,6 +32,7 @@ from harness.requests import (
     required_context,
     write_atomic,
 )
+from harness.synthetic import RANDOM, synthetic_facts, synthetic_requests
 
 if TYPE_CHECKING:
     from analysis.summary import Summary
@@ -63,6 +64,8 @@ def prepare(plan: Plan) -> Job:
     config = plan.config
     data_dir = Path(config.data_dir).expanduser().absolute() if config.data_dir else default_cache_dir() / "requests"
     _check_writable("run_dir", plan.run_dir)
+    if config.weights == RANDOM:
+        return _prepare_synthetic(plan, data_dir)
     folder = target_folder(config.target)
     vocab = _check_pair(config, folder)
     files = {each.name: _request_file(each, plan, folder, data_dir) for each in plan.benchmarks}
@@ -76,6 +79,25 @@ def prepare(plan: Plan) -> Job:
         drafter=replace(config.drafter, source=config.drafter.folder_or_id),
     )
     return Job(plan, local, tuple(arms_of(make_arms(plan.arms))), tuple(units), files)
+
+
+def _prepare_synthetic(plan: Plan, data_dir: Path) -> Job:
+    """Nothing is fetched: the models are their shapes, the requests random token ids."""
+    config, files = plan.config, {}
+    for benchmark in plan.benchmarks:
+        _check_writable("data_dir", request_path(data_dir, benchmark.name, config.target.name).parent)
+        try:
+            files[benchmark.name] = synthetic_requests(benchmark, config.target, data_dir)
+        except ValueError as error:
+            raise UserError(str(error)) from None
+        except OSError as error:
+            raise UserError(f"{error.filename or data_dir}: {error.strerror or error}") from None
+    engine = config.engine.name + RANDOM_WEIGHTS
+    units = [
+        Unit(config.drafter.name, engine, name, file.__iter__, file.manifest["count"], *plan.shard)
+        for name, file in files.items()
+    ]
+    return Job(plan, config, tuple(arms_of(make_arms(plan.arms))), tuple(units), files)
 
 
 def target_folder(target: TargetConfig) -> Path:
@@ -280,6 +302,8 @@ def _announce(job: Job) -> None:
     drafter, out = job.config.drafter, [f"run: {job.plan.run_dir}"]
     sizes = f"B = {drafter.block} block positions, K = {drafter.proposals} proposals, W = {drafter.window} entries"
     out.append(f"pair: {job.config.target.name} with {drafter.name} ({sizes})")
+    if job.config.weights == RANDOM:
+        out.append("RANDOM WEIGHTS at the published shapes: times and memory are real, acceptance is not reported")
     for name, file in job.files.items():
         for task, count in file.manifest.get("counts", {}).items():
             gone = ", ".join(f"{number} {reason}" for reason, number in count["excluded"].items())
@@ -335,6 +359,10 @@ def _register(run_file: RunFile, job: Job) -> None:
                 "use another run_dir="
             )
     target, drafter = job.plan.config.target, job.plan.config.drafter
+    if job.plan.config.weights == RANDOM:
+        shapes = {"target": target.architecture, "drafter": drafter.architecture}
+        run_file.content["models"] = {kind: synthetic_facts(facts) for kind, facts in shapes.items()}
+        return
     folder = Path(job.config.target.source)
     facts = (
         target_fingerprint(folder) if target.source == "demo" else folder_facts(target.source, target.revision, folder)
@@ -352,7 +380,11 @@ def _leave(run_dir: Path, summary: Summary) -> list[str]:
     from analysis.style import save
     from analysis.summary import figure_by_length
 
-    troubles = []
+    troubles: list[str] = []
+    if any(row.synthetic for row in summary.rows):
+        with suppress(OSError):
+            write_atomic(run_dir / SUMMARY, summary.markdown().encode())
+        return troubles
     picture = run_dir / f".{os.getpid()}.partial.png"
     try:
         write_atomic(run_dir / SUMMARY, summary.markdown().encode())

@@ -11,8 +11,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from harness.drafters.checkpoint import fetch, open_weights, random_tensors, read_config, save_drafter
+from harness.drafters.checkpoint import fetch, open_weights, random_tensor, random_tensors, read_config, save_drafter
 from harness.drafters.config import DrafterConfig, as_json, build_target_layer_ids, parse_config, tensor_shapes
 from harness.drafters.drafter import Drafter, Proposal, features_from_hidden_states
 from harness.drafters.errors import DrafterError
@@ -57,4 +58,9 @@ def load_drafter(
 
 def random_drafter(config: DrafterConfig, *, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> Drafter:
     """A drafter of ``config`` with random weights: for tests and for timing without a checkpoint."""
-    return Drafter(config, random_tensors(config, seed).get, dtype=dtype, device=device)
+    shapes = tensor_shapes(config)
+
+    def take(name: str) -> Tensor | None:
+        return random_tensor(name, shapes[name], seed, device) if name in shapes else None
+
+    return Drafter(config, take, dtype=dtype, device=device)

@@ -97,15 +97,16 @@ def random_tensors(config: DrafterConfig, seed: int) -> dict[str, Tensor]:
 
     A tensor depends on the seed, its name and its shape only.
     """
-    tensors = {}
-    for name, shape in tensor_shapes(config).items():
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + zlib.crc32(name.encode()))
-        noise = torch.randn(shape, generator=generator)
-        if len(shape) == 1:  # norms, layer scalars and the confidence head's bias
-            tensors[name] = 1.0 + 0.1 * noise
-        else:
-            tensors[name] = noise if name == "embed_tokens.weight" else noise / shape[-1] ** 0.5
-    return tensors
+    return {name: random_tensor(name, shape, seed) for name, shape in tensor_shapes(config).items()}
+
+
+def random_tensor(name: str, shape: tuple[int, ...], seed: int, device: torch.device | str = "cpu") -> Tensor:
+    """One of :func:`random_tensors`, made on ``device`` (each kind of device has random numbers of its own)."""
+    generator = torch.Generator(device).manual_seed(seed * 1_000_003 + zlib.crc32(name.encode()))
+    noise = torch.randn(shape, generator=generator, device=device)
+    if len(shape) == 1:  # norms, layer scalars and the confidence head's bias
+        return 1.0 + 0.1 * noise
+    return noise if name == "embed_tokens.weight" else noise / shape[-1] ** 0.5
 
 
 def _check_tensors(config: DrafterConfig, shapes: Mapping[str, tuple[int, ...]], where: str | Path) -> None:

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from harness.drafters import DrafterError, load_drafter
+from harness.drafters import DrafterError, load_drafter, parse_config, random_drafter
 from harness.engines.base import EngineError, EngineInfo
 from harness.engines.device import device_uuid, pick_device, pick_dtype
 from harness.engines.reference.engine import ReferenceEngine
-from harness.engines.reference.target import open_target
+from harness.engines.reference.target import open_target, random_target
+from harness.synthetic import RANDOM, SEED
 
 if TYPE_CHECKING:
     from harness.config import EngineConfig, RunConfig
@@ -24,17 +25,25 @@ def open_reference(config: RunConfig) -> ReferenceEngine:
         torch.set_num_threads(engine.threads)
     device = pick_device(engine.device)
     dtype = pick_dtype(engine.dtype, device)
+    synthetic = config.weights == RANDOM
     try:
-        drafter = load_drafter(
-            config.drafter.folder_or_id,
-            revision=config.drafter.revision,
-            block=config.drafter.block,
-            dtype=dtype,
-            device=device,
-        )
+        if synthetic:
+            shapes = parse_config(config.drafter.architecture, where="drafter.architecture", block=config.drafter.block)
+            drafter = random_drafter(shapes, dtype=dtype, device=device, seed=SEED)
+        else:
+            drafter = load_drafter(
+                config.drafter.folder_or_id,
+                revision=config.drafter.revision,
+                block=config.drafter.block,
+                dtype=dtype,
+                device=device,
+            )
     except DrafterError as error:
         raise EngineError(f"drafter {config.drafter.name}: {error}") from None
-    target = open_target(Path(config.target.source), dtype, device)
+    if synthetic:
+        target = random_target(config.target.architecture, dtype, device, SEED)
+    else:
+        target = open_target(Path(config.target.source), dtype, device)
     try:
         drafter.config.check_target(target.layers, target.embedding.shape[1], target.vocab)
     except DrafterError as error:
@@ -46,9 +55,9 @@ def open_reference(config: RunConfig) -> ReferenceEngine:
         device=str(device),
         device_uuid=device_uuid(device),
         dtype=str(dtype).removeprefix("torch."),
-        settings=_settings(engine, device, dtype),
+        settings={**_settings(engine, device, dtype), "weights": config.weights},
         drafter={
-            "source": config.drafter.source,
+            "source": "random weights" if synthetic else config.drafter.source,
             "block": drafter.config.block,
             "proposals": drafter.config.proposals,
             "layers": len(drafter.config.layers),

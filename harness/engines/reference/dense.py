@@ -50,7 +50,9 @@ class DenseTarget:
         plain = config.hidden_act == "silu" and not getattr(config, "attention_bias", False)
         return plain and not getattr(config, "mlp_bias", False)
 
-    def __init__(self, folder: Path, config: Any, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, tensors: CheckpointTensors | RandomTensors, config: Any, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self.dtype, self.device = dtype, device
         self.layers = config.num_hidden_layers
         self.max_positions, self.vocab = config.max_position_embeddings, config.vocab_size
@@ -59,7 +61,6 @@ class DenseTarget:
         self._dim = getattr(config, "head_dim", None) or self._hidden // self._heads
         self._scale = self._dim**-0.5
         self._rope = build_rope(dict(config.rope_parameters), self._dim)
-        tensors = _Tensors(folder, dtype, device)
         self.embedding = tensors.take("model.embed_tokens.weight", (self.vocab, self._hidden))
         tied = config.tie_word_embeddings
         self.head = self._pack(self.embedding if tied else tensors.take("lm_head.weight", (self.vocab, self._hidden)))
@@ -71,7 +72,7 @@ class DenseTarget:
         self._capacity = self.length = self._marked = 0
         self._last_query = torch.empty(0)
 
-    def _load_layer(self, tensors: _Tensors, prefix: str, config: Any) -> _Layer:
+    def _load_layer(self, tensors: CheckpointTensors | RandomTensors, prefix: str, config: Any) -> _Layer:
         hidden, dim, inner = self._hidden, self._dim, config.intermediate_size
         heads, kv_heads = self._heads * dim, self._kv_heads * dim
         attention, mlp = prefix + "self_attn.", prefix + "mlp."
@@ -168,7 +169,25 @@ class DenseTarget:
         return {"weights": self._weights, "cache": self._keys.nbytes + self._values.nbytes}
 
 
-class _Tensors:
+class RandomTensors:
+    """Random weights of whatever shape is asked for, made on the device; activations keep the order of one."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, seed: int) -> None:
+        self._dtype, self._device = dtype, device
+        self._generator = torch.Generator(device).manual_seed(seed)
+        self.nbytes = 0  # of what was taken
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        tensor = torch.empty(shape, dtype=self._dtype, device=self._device)
+        if len(shape) == 1:
+            tensor.normal_(1.0, 0.1, generator=self._generator)
+        else:
+            tensor.normal_(0.0, shape[-1] ** -0.5, generator=self._generator)
+        self.nbytes += tensor.nbytes
+        return tensor
+
+
+class CheckpointTensors:
     """The tensors of a safetensors checkpoint, sharded or not, checked for shape as they are taken."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:

@@ -27,18 +27,10 @@ _ATTENTION = "fold_bench_watched"
 class TransformersTarget:
     """A :class:`~harness.engines.reference.target.Target` around ``AutoModelForCausalLM``."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
-        from transformers import AutoModelForCausalLM
+    def __init__(self, model: Any, dtype: torch.dtype, device: torch.device) -> None:
+        """``model``: from :func:`load_model` or :func:`random_model`."""
         from transformers.cache_utils import DynamicCache
 
-        _register_attention()
-        try:
-            model = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=dtype, use_safetensors=True, trust_remote_code=False, attn_implementation=_ATTENTION
-            )
-        except (OSError, ValueError, RuntimeError) as error:
-            first = str(error).strip().splitlines()[0]
-            raise EngineError(f"target {folder} does not load: {first}") from None
         self._model = model.to(device).eval().requires_grad_(False)
         text = model.config.get_text_config()
         self.dtype, self.device = dtype, device
@@ -161,6 +153,30 @@ class TransformersTarget:
             for name in _STATE:
                 restored = {i: v.clone() if isinstance(v, Tensor) else v for i, v in state[name].items()}
                 getattr(layer, name).update(restored)
+
+
+def load_model(folder: Path, dtype: torch.dtype) -> Any:
+    """The checkpoint in ``folder`` as ``transformers``' module. Raises EngineError, one line."""
+    from transformers import AutoModelForCausalLM
+
+    _register_attention()
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, use_safetensors=True, trust_remote_code=False, attn_implementation=_ATTENTION
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise EngineError(f"target {folder} does not load: {first}") from None
+
+
+def random_model(config: Any, dtype: torch.dtype, device: torch.device, seed: int) -> Any:
+    """``transformers``' module of ``config`` with its own random initialisation, made on the device."""
+    from transformers import AutoModelForCausalLM
+
+    _register_attention()
+    with torch.random.fork_rng(), torch.device(device):
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=_ATTENTION)
 
 
 # what a linear-attention cache layer of transformers >= 5.20 carries from one pass to the next

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -63,8 +63,8 @@ def open_target(folder: Path, dtype: torch.dtype, device: torch.device) -> Targe
     """Load the target in ``folder``: lean for Llama and Qwen3, ``transformers``' own modules otherwise."""
     from transformers import AutoConfig
 
-    from harness.engines.reference.dense import DenseTarget
-    from harness.engines.reference.hf import TransformersTarget
+    from harness.engines.reference.dense import CheckpointTensors, DenseTarget
+    from harness.engines.reference.hf import TransformersTarget, load_model
 
     try:
         config = AutoConfig.from_pretrained(folder)
@@ -74,5 +74,25 @@ def open_target(folder: Path, dtype: torch.dtype, device: torch.device) -> Targe
             f"target {folder}: no usable config.json ({first}); give a folder saved by transformers"
         ) from None
     if DenseTarget.supports(config):
-        return DenseTarget(folder, config, dtype, device)
-    return TransformersTarget(folder, dtype, device)
+        return DenseTarget(CheckpointTensors(folder, dtype, device), config, dtype, device)
+    return TransformersTarget(load_model(folder, dtype), dtype, device)
+
+
+def random_target(architecture: Mapping[str, Any], dtype: torch.dtype, device: torch.device, seed: int = 0) -> Target:
+    """A target of the shapes in ``architecture`` (``config.json``'s keys, ``model_type`` among them) with random
+    weights. Raises EngineError for shapes that ``transformers`` does not know.
+    """
+    from transformers import AutoConfig
+
+    from harness.engines.reference.dense import DenseTarget, RandomTensors
+    from harness.engines.reference.hf import TransformersTarget, random_model
+
+    shapes = dict(architecture)
+    try:
+        config = AutoConfig.for_model(shapes.pop("model_type", ""), **shapes)
+    except (TypeError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise EngineError(f"target.architecture describes no model that transformers knows ({first})") from None
+    if DenseTarget.supports(config):
+        return DenseTarget(RandomTensors(dtype, device, seed), config, dtype, device)
+    return TransformersTarget(random_model(config, dtype, device, seed), dtype, device)
