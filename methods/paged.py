@@ -63,12 +63,17 @@ class PagedLayer:
     norm; None where the method reads none), ``values [pages, page_size, Hkv, dv]``. ``table [max_pages]`` int32 or
     int64: entry j lies in page ``table[j // page_size]``, row ``j % page_size``. Entries ``0..N-1`` are the context,
     and the draft block's own rotated keys and values stand at entries ``N..N+B-1`` before the read.
+
+    ``raw_values`` and ``raw_table``, given together, say where ``raw_keys`` and the values beside them lie if not in
+    those pages: an engine that owns its storage rotates a window only, and then has no rotated page for most entries.
     """
 
     keys: Tensor
     raw_keys: Tensor | None
     values: Tensor
     table: Tensor
+    raw_values: Tensor | None = None
+    raw_table: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -442,7 +447,9 @@ class PagedReader:
                 return [self._call(second, keys, values, None, count, right=0, sharpen=branch.sharpen)]
             case _:
                 raise AssertionError(entries)
-        return [self._call(second, raw, pages.values, pages.table, length, right=right, sharpen=branch.sharpen)]
+        values = pages.values if pages.raw_values is None else pages.raw_values
+        table = pages.table if pages.raw_table is None else pages.raw_table
+        return [self._call(second, raw, values, table, length, right=right, sharpen=branch.sharpen)]
 
     def _block_and_context(
         self, turned: Tensor, pages: PagedLayer, length: Tensor, left: int | None, causal: bool
