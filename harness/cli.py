@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 
 import hydra
@@ -20,6 +20,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from harness.config import Plan, UserError, check, expand, resolve, unknown_option
 
@@ -42,6 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _main(arguments: list[str]) -> int:
     if any(re.match(r"[+~]*slurm[=.@]", text) for text in arguments):
         raise UserError("slurm= is an option of fold-submit, which runs the same units as jobs; fold-bench runs here")
+    if any(text.startswith("hydra/launcher=") and text != "hydra/launcher=basic" for text in arguments):
+        return _launch(arguments)
     plans = compose_plans(arguments)
     if plans is None:
         return OK
@@ -52,6 +55,37 @@ def _main(arguments: list[str]) -> int:
 
     jobs = [prepare(plan) for plan in plans]
     return max(execute(job, arguments) for job in jobs)
+
+
+def _launch(arguments: list[str]) -> int:
+    """A sweep whose runs another launcher of Hydra starts (hydra/launcher=submitit_slurm), each in a job of its own.
+
+    Every combination is checked before the launcher gets it, except for what only the job's machine can tell.
+    """
+    for plan in compose_plans([text for text in arguments if not re.match(r"[+~]*hydra[/.]", text)]) or []:
+        check(plan, here=False)
+    if not any(text in ("-m", "--multirun") for text in arguments):
+        raise UserError("a launcher starts the runs of a sweep: add -m")
+    print("note: this command waits until the launcher's jobs end; fold-submit does not", file=sys.stderr)
+    try:
+        _hydra(arguments, run_job)
+    except RuntimeError as error:  # submitit's errors for jobs that failed or vanished
+        said = [line.strip() for line in str(error).splitlines() if re.match(r"\s*[\w.]+(Error|Exception):", line)]
+        print(f"FAILED {said[-1] if said else str(error).splitlines()[0]}", file=sys.stderr)
+        return FAILED
+    return OK
+
+
+def run_job(cfg: DictConfig) -> None:
+    """What a launcher calls in a job: the runs of one combination. Raises if one ends with anything but 0."""
+    overrides = [str(text) for text in HydraConfig.get().overrides.task]
+    plans = [resolve(each, its, _compose, _note) for each, its in expand(cfg, overrides, _compose)]
+    for plan in plans:
+        check(plan)
+    from harness.run import execute, prepare
+
+    if max(execute(prepare(plan), overrides) for plan in plans):
+        raise RuntimeError(f"{' '.join(overrides)}: failed, missing or unconfirmed cells; the job's output names them")
 
 
 def _stop(text: str, code: int) -> int:
@@ -81,19 +115,24 @@ def compose_plans(arguments: list[str]) -> list[Plan] | None:
         except UserError as error:
             troubles.append(UserError(f"{' '.join(overrides)}: {error}") if sweep else error)
 
-    with _hydra_as_library(arguments) as full, _one_line_errors():
-        before, sys.argv = sys.argv, ["fold-bench", *full]
-        try:
-            hydra.main(version_base="1.3", config_path="pkg://conf", config_name="config")(collect)()
-        finally:
-            sys.argv = before
+    _hydra(arguments, collect)
     if troubles:
         raise troubles[0]
     if not plans:
         if any(_INFORMS.match(text) for text in arguments):
             return None
-        raise UserError("no run came out of this command; fold-bench sweeps with Hydra's own launcher only")
+        raise UserError("no run came out of this command")
     return list({plan.hash: plan for plan in plans}.values())
+
+
+def _hydra(arguments: list[str], task: Callable[[DictConfig], None]) -> None:
+    """Let Hydra call `task` with every configuration that `arguments` stand for. Raises UserError."""
+    with _hydra_as_library(arguments) as full, _one_line_errors():
+        before, sys.argv = sys.argv, ["fold-bench", *full]
+        try:
+            hydra.main(version_base="1.3", config_path="pkg://conf", config_name="config")(task)()
+        finally:
+            sys.argv = before
 
 
 def _compose(overrides: list[str]) -> DictConfig:
@@ -107,8 +146,9 @@ def _note(text: str) -> None:
 @contextmanager
 def _hydra_as_library(arguments: list[str]) -> Iterator[list[str]]:
     """Arguments for Hydra, with what users mean spelled the way it wants, and its sweep folder out of the way."""
+    launched = any(text.startswith("hydra/launcher=") for text in arguments)
     for text in arguments:
-        if re.match(r"[+~]*hydra\.(run|sweep)\.", text):
+        if re.match(r"[+~]*hydra\.(run|sweep)\.", text) and not launched:
             raise UserError(f"{text} has no effect here: give run_dir= to say where a run is written")
     # `model` and `experiment` are not in the defaults list, so that a run without one is the demo; the plus is easily
     # forgotten.
@@ -118,8 +158,11 @@ def _hydra_as_library(arguments: list[str]) -> Iterator[list[str]]:
     full = [re.sub(r"^\+{0,2}(method|benchmark)\.", r"++\1.", text) for text in full]
     # argparse wants all overrides in one place; people write `benchmark=demo_kv -m method=fold,yarn`.
     full.sort(key=lambda text: "=" in text and not text.startswith("-"))
+    if launched or not any(text in ("-m", "--multirun") for text in full):
+        yield full  # a launcher keeps its jobs' files in Hydra's folder
+        return
     with tempfile.TemporaryDirectory(prefix="fold-bench-") as scratch:
-        yield [*full, f"hydra.sweep.dir='{scratch}'"] if any(t in ("-m", "--multirun") for t in full) else full
+        yield [*full, f"hydra.sweep.dir='{scratch}'"]
 
 
 @contextmanager
@@ -137,7 +180,7 @@ def _one_line_errors() -> Iterator[None]:
         raise UserError(f"{said.getvalue().splitlines()[-1].partition('error: ')[2]}; see fold-bench --help") from None
     except UserError:
         raise
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
+    except (HydraException, OmegaConfBaseException, ValueError, YAMLError) as error:
         raise UserError(hydra_error(error)) from None
     except OSError as error:
         raise UserError(f"{error.filename or 'a configuration file'}: {error.strerror or error}") from None
@@ -158,6 +201,8 @@ def hydra_error(error: Exception) -> str:
     if missing := re.search(r"Could not find '([^']+)'", text):
         group, _, choice = missing.group(1).rpartition("/")
         listed = ", ".join(re.findall(r"^\t(\S+)$", text.partition("Config search path")[0], re.MULTILINE))
+        if group == "hydra/launcher" and choice.startswith("submitit_"):
+            return f"{choice} is a package of its own: pip install hydra-submitit-launcher, or use fold-submit"
         return f"no {group or 'configuration'} is called {choice!r}" + (f"; choose from {listed}" if listed else "")
     if several := re.search(r"Ambiguous value for argument '(\w+)=([^']*)'", text):
         key, value = several.groups()
