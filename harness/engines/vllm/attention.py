@@ -1,0 +1,443 @@
+"""How the drafter's attention layers read: a method's plan executed on vLLM's paged caches, inside vLLM's own op.
+
+:func:`install` gives a loaded drafter its own rotary embedding, which turns keys alone, and each attention layer an
+implementation that hands the unturned queries to ``methods.paged.PagedReader``. The implementation runs inside vLLM's
+opaque attention op, so ``torch.compile`` and CUDA graphs see no difference. ``original`` on a drafter whose layers all
+read everything keeps vLLM's own read and is only counted.
+
+On a CPU the reader's torch executor runs, on pages laid out plainly. On CUDA the calls go to vLLM's FlashAttention
+(:class:`FlashAttend`). No GPU has run that part: it was written from the installed source, its geometry is tested on
+the CPU, and ``tests/vllm/test_contract_gpu.py`` checks what it relies on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import AttentionBackend
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
+from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionImpl
+
+from harness.drafters import DrafterConfig
+from harness.engines.vllm import activity
+from harness.engines.vllm.plugin import Settings
+from harness.engines.vllm.side_cache import SideLayer, scatter, side_layers
+from methods.paged import Attend, PagedLayer, PagedReader, torch_attend
+from methods.reading import All, Method, RequestGeometry, TrueDistance
+from methods.rope import Rope
+
+
+class DrafterReads:
+    """The reads of all attention layers of one drafter: method, reader, and where the layers' entries lie.
+
+    ``config``: the drafter as it was trained. ``max_context``: most positions of a request, prompt and output. Stateful
+    methods serve one request at a time (``single``); the others serve any number, and are then counted together.
+    """
+
+    def __init__(self, settings: Settings, config: DrafterConfig, vllm_config: VllmConfig, device: torch.device):
+        self.method, self.config = settings.method, config
+        self.geometry = config.geometry()
+        self.block = self.geometry.block
+        self.max_context = vllm_config.model_config.max_model_len
+        self.single = vllm_config.scheduler_config.max_num_seqs == 1
+        attend: Attend = torch_attend if device.type == "cpu" else FlashAttend(self.geometry.head_dim, self.max_context)
+        self.reader = PagedReader(
+            self.method,
+            self.geometry,
+            max_context=self.max_context,
+            dtype=vllm_config.model_config.dtype,
+            device=device,
+            attend=attend,
+        )
+        self.stock = _reads_as_stock(self.method, config)
+        self.attentions: list[Any] = []  # vLLM's attention layers, in order
+        self.sides: list[SideLayer] = []
+        self.rotaries: list[KeyRotary] = []  # one a layer; layers with the same embedding share one
+        self.reading = True  # False while a prompt is incomplete: its drafts are discarded, so nothing is read
+        self._counted = torch.zeros(2, dtype=torch.int64, device=device)  # stock reads: rounds, entries in the context
+        self._begun = False
+
+    @property
+    def host_driven(self) -> bool:
+        """The method chooses entries on the host, so its reads cannot be in a CUDA graph."""
+        return self.reader.host_driven
+
+    def plans(self) -> list[str]:
+        """One line for each kind of plan: which layers, and what they read."""
+        lines: dict[str, list[int]] = {}
+        for index, plan in enumerate(self.reader.plans):
+            lines.setdefault(str(plan), []).append(index)
+        return [f"layers {','.join(map(str, layers))}: {plan}" for plan, layers in lines.items()]
+
+    # ------------------------------------------------------------------------------------------------ a request's life
+
+    def begin(self, request_id: str, prompt: int, limit: int) -> None:
+        """A new request of ``prompt`` tokens that may generate ``limit``: nothing survives the last one."""
+        if not self.single:
+            if self._begun:
+                return
+            prompt, limit = 1, self.max_context - 1
+        self._begun = True
+        activity.start(request_id)
+        self._counted.zero_()
+        request = RequestGeometry(prompt, max(1, min(limit, self.max_context - prompt)), self.block)
+        self.reader.begin(request)
+        filled: set[int] = set()
+        for index, rotary in enumerate(self.rotaries):
+            if id(rotary) not in filled:
+                rotary.fill(self.reader.rope(index, request))
+                filled.add(id(rotary))
+
+    def committed(self, length: int, table: Tensor) -> None:
+        """The context of the running request has ``length`` entries, found by ``table [max_pages]``."""
+        if self.host_driven:
+            self.reader.committed(length, [self.pages(i, table) for i in range(len(self.attentions))])
+
+    def counters(self) -> dict[str, Any]:
+        """What was read since the running request began; asks the device."""
+        if not self.stock:
+            return dict(self.reader.activity())
+        rounds, context = self._counted.tolist()
+        return {"rounds": rounds, "entries_in_context": context, "entries_read": context, "far_entries_read": 0}
+
+    def side_cache_bytes(self) -> int:
+        """Bytes a token that the side layers add, as vLLM allocated them."""
+        return sum(side.bytes_per_token for side in self.sides)
+
+    # ------------------------------------------------------------------------------------------------------- the reads
+
+    def pages(self, layer: int, table: Tensor) -> PagedLayer:
+        """Where the entries of a layer lie."""
+        keys, values = split_pages(self.attentions[layer].kv_cache, self.geometry.head_dim)
+        side = next((side for side in self.sides if layer in side.layers), None)
+        return PagedLayer(keys, None if side is None else side.keys(layer), values, table)
+
+    def read(self, layer: int, query: Tensor, metadata: Any, output: Tensor) -> Tensor:
+        """``query`` and ``output [tokens, Hq, d]``: B rows a request, then padding."""
+        if metadata is None or not self.reading:  # memory profiling, or drafts that nobody will use
+            return output.zero_()
+        rows = self.block
+        for request in range(metadata.seq_lens.shape[0]):
+            block = slice(request * rows, (request + 1) * rows)
+            length = metadata.seq_lens[request : request + 1] - rows
+            pages = self.pages(layer, metadata.block_table[request])
+            output[block] = self.reader.read(layer, query[block], pages, length)
+        return output
+
+    def count_stock(self, layer: int, metadata: Any) -> None:
+        """vLLM's own read is about to run for a layer."""
+        if metadata is not None and self.reading:
+            contexts = metadata.seq_lens - self.block
+            self._counted[0] += len(contexts) if layer == 0 else 0
+            self._counted[1] += contexts.sum()
+
+    def write_raw(self, raw: Tensor, slots: Sequence[Tensor | None]) -> None:
+        """Store unrotated keys ``raw [L, n, Hkv, d]`` at each layer's ``slots``."""
+        for side in self.sides:
+            where = slots[side.layers[0]]
+            if where is not None:
+                side.write(raw, where)
+
+
+def install(model: Any, settings: Settings, config: DrafterConfig, vllm_config: VllmConfig) -> DrafterReads:
+    """Make a drafter of vLLM's read by the setting's method. Called while the model is being built.
+
+    Raises ValueError, one line, for what does not fit together or cannot be served.
+    """
+    attention_modules = [layer.self_attn for layer in model.model.layers]
+    device = attention_modules[0].q_norm.weight.device
+    reads = DrafterReads(settings, config, vllm_config, device)
+    _check(reads, attention_modules, vllm_config)
+    reads.attentions = [module.attn for module in attention_modules]
+    if reads.stock:
+        for index, attention in enumerate(reads.attentions):
+            attention.impl.forward = _counting(attention.impl.forward, reads, index)
+    else:
+        backend = PlannedCPUBackend if device.type == "cpu" else PlannedFlashBackend
+        rotaries: dict[bool, KeyRotary] = {}
+        positions = reads.max_context + 2 * reads.block
+        for index, module in enumerate(attention_modules):
+            scaled = reads.method.plan(reads.geometry.layers[index], _longest(reads)).rope is not None
+            if scaled not in rotaries:
+                rotaries[scaled] = KeyRotary(
+                    reads.geometry.rope, reads.geometry.head_dim, positions, vllm_config.model_config.dtype, device
+                )
+            module.rotary_emb = rotaries[scaled]
+            reads.rotaries.append(rotaries[scaled])
+            _replace_impl(module.attn, backend, reads, index)
+        context = vllm_config.compilation_config.static_forward_context
+        raw = reads.reader.raw_layers
+        reads.sides = side_layers(raw, reads.attentions, context)
+    static = {
+        "method": reads.method.name,
+        "plan": reads.plans(),
+        "read": "vllm" if reads.stock else f"paged, {device.type}",
+        "drafter": type(model).__name__,
+    }
+    activity.opened(
+        static,
+        lambda: {"side_cache_bytes_per_token": reads.side_cache_bytes(), **reads.counters()},
+        trace=settings.trace,
+    )
+    return reads
+
+
+def _check(reads: DrafterReads, modules: Sequence[Any], vllm_config: VllmConfig) -> None:
+    """Refuse what would run but not mean what it says."""
+    speculative, config = vllm_config.speculative_config, reads.config
+    name = reads.method.name
+    proposals = config.proposals
+    if speculative.num_speculative_tokens != proposals:
+        raise ValueError(
+            f"num_speculative_tokens is {speculative.num_speculative_tokens}, but this drafter of block size "
+            f"{config.block} proposes {proposals}; set it to {proposals}"
+        )
+    parallel = vllm_config.parallel_config
+    if parallel.world_size > 1 or parallel.decode_context_parallel_size > 1:
+        raise ValueError(f"method {name} runs on one device; {parallel.world_size} were asked for")
+    zlab = config.family == "dflash"
+    if zlab and (config.softcap is not None or config.output_multiplier != 1.0):
+        raise ValueError("this drafter scales or caps its logits, which vLLM's DFlash does not; use engine=reference")
+    if zlab and config.embed_scale != 1.0:
+        raise ValueError("this drafter scales its embeddings, which vLLM's DFlash does not; use engine=reference")
+    shape = (reads.geometry.q_heads, reads.geometry.kv_heads, reads.geometry.head_dim)
+    for module in modules:
+        attention = module.attn
+        if (attention.num_heads, attention.num_kv_heads, attention.head_size) != shape:
+            raise ValueError(f"vLLM built {attention.layer_name} with other heads than the drafter's config.json says")
+        if attention.sliding_window is not None:
+            raise ValueError(
+                f"drafter layer {attention.layer_name} would drop entries that left its window; serve a copy of the "
+                "drafter whose layers keep their whole context (python -m harness.engines.vllm.drafter_copy)"
+            )
+        if attention.kv_cache_dtype.startswith(("fp8", "nvfp4", "int")):
+            raise ValueError(f"method {name} reads unquantized keys; kv_cache_dtype is {attention.kv_cache_dtype}")
+    short, long = RequestGeometry(1, 1, reads.block), _longest(reads)
+    per_request = any(reads.method.plan(x, short) != reads.method.plan(x, long) for x in reads.geometry.layers)
+    if not reads.single and (reads.host_driven or per_request):
+        raise ValueError(f"method {name} serves one request at a time; set max_num_seqs=1")
+    if per_request and vllm_config.cache_config.enable_prefix_caching:
+        raise ValueError(f"method {name} rotates keys by the request; set enable_prefix_caching=False")
+
+
+def _longest(reads: DrafterReads) -> RequestGeometry:
+    return RequestGeometry(max(1, reads.max_context - 1), 1, reads.block)
+
+
+def _reads_as_stock(method: Method, config: DrafterConfig) -> bool:
+    """Whether vLLM's own non-causal read of everything is what every layer of the method does, for every request."""
+    request = RequestGeometry(1, 1, config.block)
+    if method.name != "original":
+        return False
+    plans = [method.plan(layer, request) for layer in config.layers]
+    whole = all(isinstance(b.entries, All) and isinstance(b.placement, TrueDistance) for p in plans for b in p.branches)
+    return whole and not any(layer.block_causal for layer in config.layers)
+
+
+def _counting(forward: Any, reads: DrafterReads, index: int) -> Any:
+    def counted(
+        layer: Any, query: Any, key: Any, value: Any, kv_cache: Any, attn_metadata: Any, *rest: Any, **named: Any
+    ) -> Any:
+        reads.count_stock(index, attn_metadata)
+        return forward(layer, query, key, value, kv_cache, attn_metadata, *rest, **named)
+
+    return counted
+
+
+def _replace_impl(attention: Any, backend: type[AttentionBackend], reads: DrafterReads, index: int) -> None:
+    impl: Any = backend.get_impl_cls()(
+        attention.num_heads,
+        attention.head_size,
+        attention.impl.scale,
+        attention.num_kv_heads,
+        None,
+        None,
+        attention.kv_cache_dtype,
+        None,
+        attention.attn_type,
+        None,
+    )
+    impl.reads, impl.layer_index = reads, index
+    attention.impl, attention.attn_backend = impl, backend
+
+
+# ------------------------------------------------------------------------------------------------- keys and their pages
+
+
+class KeyRotary(nn.Module):
+    """The drafter's own rotary embedding, in place of the one vLLM shares with the target: it turns keys and leaves
+    queries to the reader, which turns them to wherever a branch reads from.
+
+    ``positions``: rows of its table, which :meth:`fill` overwrites in place, so that CUDA graphs see a request's YaRN.
+    """
+
+    def __init__(self, rope: Rope, head_dim: int, positions: int, dtype: torch.dtype, device: torch.device):
+        super().__init__()
+        pairs = len(rope.inv_freq)
+        self.rotary = RotaryEmbedding(head_dim, 2 * pairs, positions, 1.0, True, dtype, init_cache=False)
+        table = torch.empty(positions, 2 * pairs, dtype=dtype, device=device)
+        self.rotary.register_buffer("cos_sin_cache", table, persistent=False)
+        self.head_size = head_dim
+        self.is_neox_style = True
+        self.fill(rope)
+
+    @property
+    def cos_sin_cache(self) -> Tensor:
+        """``[positions, 2n]``: cosines, then sines."""
+        return self.rotary.cos_sin_cache
+
+    def fill(self, rope: Rope) -> None:
+        """Overwrite the table: float64 angles, cosines and sines rounded to its dtype."""
+        table = self.cos_sin_cache
+        freq = rope.inv_freq.to(table.device)
+        for start in range(0, len(table), 16384):
+            rows = torch.arange(start, min(start + 16384, len(table)), dtype=torch.float64, device=table.device)
+            angle = rows[:, None] * freq
+            table[start : start + len(rows)] = torch.cat((angle.cos(), angle.sin()), -1) * rope.mscale
+
+    def turn_keys(self, positions: Tensor, keys: Tensor) -> Tensor:
+        """``keys [n, Hkv * d]`` turned to ``positions [n]``; may be in place."""
+        return self.rotary(positions, keys)[0]
+
+    def forward(self, positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """As the attention modules of vLLM's drafters call it."""
+        return query, self.turn_keys(positions, key)
+
+
+def split_pages(kv_cache: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+    """Keys and values ``[pages, page_size, Hkv, d]`` of vLLM's ``[pages, Hkv, page_size, 2 * d]``, views."""
+    both = kv_cache.transpose(1, 2)
+    return both[..., :head_dim], both[..., head_dim : 2 * head_dim]
+
+
+# ------------------------------------------------------------------------------------------------------ CPU and CUDA
+
+
+class PlannedCPUImpl(CPUAttentionBackendImpl):
+    """Stores keys and values plainly (vLLM's CPU kernels use an order of their own) and reads by the plan."""
+
+    reads: DrafterReads
+    layer_index: int
+
+    def do_kv_cache_update(
+        self, layer: nn.Module, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        scatter(kv_cache, torch.cat((key, value), -1), slot_mapping[: len(key)])
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        return self.reads.read(self.layer_index, query, attn_metadata, output)
+
+
+class PlannedCPUBackend(CPUAttentionBackend):
+    """vLLM's CPU backend with the planned implementation."""
+
+    @staticmethod
+    def get_impl_cls() -> type[PlannedCPUImpl]:
+        return PlannedCPUImpl
+
+
+class PlannedFlashImpl(FlashAttentionImpl):
+    """FlashAttention's cache and metadata, read by the plan. Not run on a GPU yet."""
+
+    reads: DrafterReads
+    layer_index: int
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        return self.reads.read(self.layer_index, query, attn_metadata, output)
+
+
+class PlannedFlashBackend(FlashAttentionBackend):
+    """vLLM's FlashAttention backend with the planned implementation."""
+
+    @staticmethod
+    def get_impl_cls() -> type[PlannedFlashImpl]:
+        return PlannedFlashImpl
+
+
+class FlashAttend:
+    """:class:`methods.paged.Attend` by vLLM's ``flash_attn_varlen_func``. Not run on a GPU yet.
+
+    Window bounds, causality and the alignment to the bottom right are FlashAttention's own. Lengths stay on the device.
+    """
+
+    def __init__(self, head_dim: int, max_context: int):
+        from vllm.v1.attention.backends import fa_utils
+
+        self.version = fa_utils.get_flash_attn_version(head_size=head_dim)
+        if self.version is None:
+            raise ValueError(f"vLLM has no FlashAttention for heads of {head_dim} on {current_platform.device_name}")
+        self.call: Any = fa_utils.flash_attn_varlen_func
+        self.max_context = max_context
+        self._starts: dict[int, Tensor] = {}
+
+    def __call__(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        table: Tensor | None,
+        length: Tensor,
+        *,
+        left: int | None,
+        right: int | None,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        rows = q.shape[0]
+        if rows not in self._starts:
+            self._starts[rows] = torch.tensor([0, rows], dtype=torch.int32, device=q.device)
+        if table is None:  # contiguous: the keys' end is a prefix sum instead of a used length
+            keys, values = keys[0], values[0]
+            where: dict[str, Any] = {"cu_seqlens_k": nn.functional.pad(length, (1, 0)), "max_seqlen_k": len(keys)}
+        else:
+            capacity = min(len(table) * keys.shape[1], self.max_context + 2 * rows)
+            where = {"seqused_k": length, "block_table": table[None], "max_seqlen_k": capacity}
+        out, lse = self.call(
+            q=q.contiguous(),
+            k=_canonical(keys),
+            v=_canonical(values),
+            cu_seqlens_q=self._starts[rows],
+            max_seqlen_q=rows,
+            softmax_scale=scale,
+            causal=right == 0,
+            window_size=[-1 if left is None else left, -1 if right is None else right],
+            return_softmax_lse=True,
+            fa_version=self.version,
+            **where,
+        )
+        # FlashAttention 2 says +inf of a row that reads nothing; the contract is -inf.
+        return out, lse.transpose(0, 1).masked_fill(lse.transpose(0, 1) == float("inf"), -float("inf"))
+
+
+def _canonical(pages: Tensor) -> Tensor:
+    """Strides of dims of size one as the TMA of newer kernels wants them (one key head: Gemma-4)."""
+    from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
+
+    return canonicalize_singleton_dim_strides(pages)

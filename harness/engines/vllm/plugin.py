@@ -1,0 +1,77 @@
+"""The entry point of vLLM's ``vllm.general_plugins`` group: drafters that read their context by a method.
+
+One setting chooses the method, in every way vLLM is started:
+
+    LLM(..., additional_config={"fold_bench": {"method": "fold", "options": {"window": 2048, "alpha": 2.0}}})
+    vllm serve ... --additional-config '{"fold_bench": {"method": "fold", "options": {"window": 2048, "alpha": 2.0}}}'
+
+Without it the classes registered here behave as vLLM's own. vLLM calls :func:`register` in every process, so it may run
+several times and loads nothing heavy that a process would not load anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from methods import make_method
+from methods.reading import Method
+
+KEY = "fold_bench"
+VERSION = "0.28.0"
+
+_MODELS = "harness.engines.vllm.models"
+# Architectures as the registry is asked for them. With speculative method "dflash" vLLM puts "DFlash" before names that
+# lack it, which is how a DeepSpec drafter is served by the V1 runner.
+ARCHITECTURES = {
+    "DFlashDraftModel": f"{_MODELS}:PlannedDFlash",
+    "Qwen3DSparkModel": f"{_MODELS}:PlannedQwen3DSpark",
+    "DFlashQwen3DSparkModel": f"{_MODELS}:PlannedQwen3DSpark",
+    "Gemma4DSparkModel": f"{_MODELS}:PlannedGemma4DSpark",
+    "DFlashGemma4DSparkModel": f"{_MODELS}:PlannedGemma4DSpark",
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The plugin's setting: the method, and whether the drafts of every round are kept (for tests and diagnostics)."""
+
+    method: Method
+    trace: bool = False
+
+
+def settings(additional_config: Any) -> Settings | None:
+    """The setting in vLLM's ``additional_config``; None if it is absent.
+
+    Raises ValueError, one line, for an unknown key, method or option.
+    """
+    if not isinstance(additional_config, Mapping) or KEY not in additional_config:
+        return None
+    raw = additional_config[KEY]
+    if not isinstance(raw, Mapping) or not isinstance(raw.get("method"), str):
+        raise ValueError(f"additional_config.{KEY} is {raw!r}: give {{'method': name, 'options': {{...}}}}")
+    if unknown := sorted(set(raw) - {"method", "options", "trace"}):
+        raise ValueError(f"additional_config.{KEY} has no key {unknown[0]!r}; it has method, options and trace")
+    options, trace = raw.get("options") or {}, raw.get("trace", False)
+    if not isinstance(options, Mapping) or not isinstance(trace, bool):
+        raise ValueError(f"additional_config.{KEY}: options must be an object and trace true or false, got {raw!r}")
+    return Settings(make_method(raw["method"], **options), trace)
+
+
+def register() -> None:
+    """Register the drafter models and proposers with vLLM. Called by vLLM, in every process."""
+    from vllm import ModelRegistry
+    from vllm.platforms import current_platform
+    from vllm.v1.worker import gpu_model_runner
+
+    for name, target in ARCHITECTURES.items():
+        ModelRegistry.register_model(name, target)
+
+    from harness.engines.vllm.proposer import PlannedProposer
+
+    gpu_model_runner.DFlashProposer = PlannedProposer
+    if not current_platform.is_cpu():  # the V2 runner needs Triton, which vLLM has no CPU build of
+        from harness.engines.vllm.speculator import install
+
+        install()
