@@ -225,7 +225,8 @@ class _UnitRun:
             self._again()
         else:
             for arm in self.arms:
-                if self._admit(arm):
+                # Starting an arm costs a minute on a GPU; the first one says which device this is.
+                if (self.baseline is None or self._lacking(arm)) and self._admit(arm):
                     for request in self.unit:
                         self._decode_missing(request, [arm])
             self._again()
@@ -257,6 +258,10 @@ class _UnitRun:
         if trouble:
             self.report.refused.append(f"{arm.name} {trouble}")
         return not trouble
+
+    def _lacking(self, arm: Arm) -> bool:
+        """Whether an arm has anything left to decode on this device."""
+        return any(arm.name not in self._here(each.id) and not self._paired_elsewhere(each) for each in self.unit)
 
     def _turns(self) -> Iterator[tuple[Request, int]]:
         """Requests with their rotation, counted within a level: else one arm might always come first at one length."""

@@ -8,7 +8,6 @@ composed configuration into a :class:`Plan`; ``check`` looks at what the plan ne
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import math
 import re
@@ -342,7 +341,10 @@ def unknown_option(key: str) -> str:
     schema = part() if callable(part) and is_dataclass(part) else None
     if schema is None:
         return f"unknown option {key!r}; the configuration has {', '.join(entry.name for entry in fields(RunConfig))}"
-    return f"unknown option {key!r}; {group} has {', '.join(entry.name for entry in fields(schema))}"
+    known = [entry.name for entry in fields(schema)]
+    if name in known:
+        return f"{key} is no option of the chosen {group}, whose file below conf/{group}/ lists what it has"
+    return f"unknown option {key!r}; {group} has {', '.join(known)}"
 
 
 def _options(overrides: Sequence[str], group: str) -> dict[str, str]:
@@ -429,11 +431,6 @@ def make_arms(arms: Iterable[ArmSpec]) -> list[tuple[str, Any | None, dict[str, 
 
 
 def _check_engine(engine: EngineConfig, target: TargetConfig) -> None:
-    if engine.name != "reference" and importlib.util.find_spec(engine.name) is None:
-        raise UserError(
-            f"engine {engine.name} is not installed: pip install 'fold-bench[{engine.name}]' in a virtual environment "
-            "of its own, or use engine=reference"
-        )
     if engine.name != "reference":
         _check_version(engine)
     import torch
@@ -458,6 +455,11 @@ def _check_version(engine: EngineConfig) -> None:
     from harness.engines import TESTED, installed_version
 
     found, tested = installed_version(engine.name), TESTED[engine.name]
+    if found is None:
+        raise UserError(
+            f"engine {engine.name} is not installed: pip install 'fold-bench[{engine.name}]' in a virtual environment "
+            "of its own, or use engine=reference"
+        )
     if found not in (tested, engine.allow_version):
         raise UserError(
             f"engine {engine.name} is version {found}, and this package builds on the insides of {tested}: pip install "

@@ -8,11 +8,13 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from analysis.summary import summarise
 from harness.bench import FAILURES_IN_A_ROW, Options, arms_of
+from harness.engines.base import EngineInfo
 from harness.records import AR_AGAIN, RECORDS, Record, RecordError, read_records, tau, tpot
 from tests.harness import scripted
 from tests.harness.helpers import ROOT, agreement, records, run_toy
@@ -66,6 +68,25 @@ def test_an_engine_that_restarts_runs_arm_after_arm(tmp_path: Path) -> None:
     engine = scripted.ArmAfterArm()
     run_toy(tmp_path, engine, options=Options(warmup_tokens=0, drift_requests=2))
     assert [method for _, method in engine.calls] == [None] * 6 + ["original"] * 6 + ["fold"] * 6 + [None] * 2
+
+
+def test_an_engine_that_restarts_does_not_start_an_arm_that_has_nothing_left(tmp_path: Path) -> None:
+    class Starts(scripted.ArmAfterArm):
+        def __init__(self) -> None:
+            super().__init__()
+            self.started: list[str | None] = []
+
+        def describe(self, method: Any | None) -> EngineInfo:
+            self.started.append(getattr(method, "name", None))
+            return super().describe(method)
+
+    run_toy(tmp_path, Starts(), arms=("original",))
+    engine = Starts()
+    run_toy(tmp_path, engine, arms=("original", "fold"))
+    assert engine.started == [None, "fold"]
+    engine = Starts()
+    report = run_toy(tmp_path, engine, arms=("original", "fold"))
+    assert engine.started == [None] and report.ok and report.decoded == 0
 
 
 @pytest.mark.parametrize("engine", [scripted.Scripted, scripted.ArmAfterArm])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 
 from harness.cli import compose_plans, main
 from harness.config import Plan, UserError, check, make_arms
+from harness.engines import TESTED
 from tests.harness.helpers import ROOT, toy_pair
 
 PAIRS = {  # Table 1: target, B, W; the drafters propose B - 1 (z-lab) or B (DeepSpec); Train is YaRN's reference
@@ -172,6 +172,9 @@ MISTAKES = {
     "engine.threads=two": "engine.threads=two: value 'two' of type 'str' could not be converted to Integer",
     "engine.threads=0": "engine.threads=0: must be at least 1",
     "engine.dtype=int8": "engine.dtype=int8: choose one of auto, float32",
+    "engine.gpu_memory=0.5": "engine.gpu_memory is no option of the chosen engine",
+    "engine=vllm engine.gpu_memory=1.5": "engine.gpu_memory=1.5: must be a share above 0, at most 1",
+    "engine=vllm engine.kv_cache_gib=0": "engine.kv_cache_gib=0.0: must be above 0",
     "engine.device=tpu": "engine.device=tpu: choose one of auto, cpu, cuda",
     "warmup_tokens=-1": "warmup_tokens=-1: must not be negative",
     "max_gap=-1": "max_gap=-1.0: must not be negative",
@@ -226,10 +229,25 @@ def test_a_mistake_is_one_line_and_exit_code_2(
 def test_a_missing_engine_says_what_to_install(
     name: str, pair: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda module: None if module == name else find(module))
+    monkeypatch.setattr("harness.engines.installed_version", lambda engine: None)
     assert main([*pair, f"engine={name}"]) == 2
     assert f"pip install 'fold-bench[{name}]'" in (said := one_line(capsys)) and "engine=reference" in said
+
+
+@pytest.mark.parametrize(("name", "tested"), [("vllm", "0.28.0"), ("sglang", "0.5.18")])
+def test_another_version_of_an_engine_is_refused_unless_it_is_allowed(
+    name: str, tested: str, pair: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("harness.engines.installed_version", lambda engine: "0.99.1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert main([*pair, f"engine={name}"]) == 2
+    said = one_line(capsys)
+    assert "is version 0.99.1" in said and f"pip install {name}=={tested}" in said
+    assert "engine.allow_version=0.99.1" in said
+    assert main([*pair, f"engine={name}", "engine.allow_version=0.99.2"]) == 2
+    assert "is version 0.99.1" in one_line(capsys)
+    with pytest.raises(AssertionError, match="an engine was opened"):
+        main([*pair, f"engine={name}", "engine.allow_version=0.99.1"])
 
 
 def test_presets_on_a_machine_without_gpu(
@@ -237,14 +255,13 @@ def test_presets_on_a_machine_without_gpu(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda module: None if module == "vllm" else find(module))
+    monkeypatch.setattr("harness.engines.installed_version", lambda engine: None)
     for preset in PAIRS:
         assert main([f"+model={preset}", "method=fold"]) == 2
         assert "engine vllm is not installed" in one_line(capsys)
     assert main(["+model=llama", "engine=reference"]) == 2
     assert "target llama needs a GPU and torch sees none on this machine" in one_line(capsys)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda module: find("json"))
+    monkeypatch.setattr("harness.engines.installed_version", lambda engine: TESTED[engine])
     assert main(["+model=gemma", "method=fold"]) == 2  # installed, but still no GPU
     assert "target gemma needs a GPU" in one_line(capsys)
     assert main(["engine=sglang"]) == 2
