@@ -166,6 +166,19 @@ class Drafter:
         ``reader`` reads the committed positions before it; one pass of the backbone calls it once a layer. Raises
         ``DrafterError`` if the drafter borrows the target's embedding or head and ``bind`` was not called.
         """
+        tokens, logits = self.propose(torch.tensor([anchor], device=self.device), reader)
+        return Proposal(tokens.tolist(), logits)
+
+    def propose(self, anchor: Tensor, reader: Reader) -> tuple[Tensor, Tensor]:
+        """:meth:`draft` without a word from or to the host, so that it can be captured as a CUDA graph.
+
+        ``anchor`` [1] int64 on the drafter's device. Returns tokens [K] int64 and the logits [K, V] they are the argmax
+        of.
+        """
+        return self.choose(anchor, self.logits(anchor, reader))
+
+    def logits(self, anchor: Tensor, reader: Reader) -> Tensor:
+        """Logits [K, V] of the K slots, for a Markov drafter without the bias of each slot's predecessor."""
         if self._head is None:
             raise DrafterError("this drafter has no vocabulary head of its own: bind the target's first")
         hidden = self.hidden(anchor, reader)
@@ -176,24 +189,30 @@ class Drafter:
             logits = logits * self.config.output_multiplier
         if self.config.softcap is not None:
             logits = torch.tanh(logits / self.config.softcap) * self.config.softcap
+        return logits
+
+    def choose(self, anchor: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The greedy tokens [K] of :meth:`logits`, left to right where a Markov head adds its bias (then in place)."""
         if self._markov is None:
             # max, not argmax: on a CPU torch's bf16 argmax takes six times as long.
-            return Proposal(logits.max(-1).indices.tolist(), logits)
+            return logits.max(-1).indices, logits
         predecessors, successors = self._markov
         tokens = [anchor]
         for row in logits:
-            row += successors(predecessors[tokens[-1]].unsqueeze(0))[0]
-            tokens.append(int(row.max(-1).indices))
-        return Proposal(tokens[1:], logits)
+            row += successors(predecessors.index_select(0, tokens[-1]))[0]
+            tokens.append(row.max(-1, keepdim=True).indices)
+        return torch.cat(tokens[1:]), logits
 
-    def hidden(self, anchor: int, reader: Reader) -> Tensor:
-        """The backbone's normalised output [B, H] for the block that starts with ``anchor``. Errors as ``draft``."""
+    def hidden(self, anchor: int | Tensor, reader: Reader) -> Tensor:
+        """The backbone's normalised output [B, H] for the block that starts with ``anchor`` (a tensor: [1]). Errors
+        as ``draft``."""
         if self._embed is None:
             raise DrafterError("this drafter has no embedding of its own: bind the target's first")
         config, eps, heads, width = self.config, self._eps, self.config.heads, self.config.head_dim
         normed = heads + config.kv_heads
         x = self._block  # never written to below, but for the anchor's row here
-        x[0] = self._embed_rows(self._embed[anchor])
+        first = anchor if isinstance(anchor, Tensor) else torch.tensor([anchor], device=self._embed.device)
+        x[:1] = self._embed_rows(self._embed.index_select(0, first))
         for index, layer in enumerate(self._layers):
             h = rms_norm(x, (config.hidden,), layer.input_norm, eps)
             rows = layer.qkv(h).view(config.block, -1, width)

@@ -7,7 +7,7 @@ nothing is copied per step. ``tests/engines/test_targets.py`` holds it against `
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,10 @@ from torch import Tensor
 
 from harness.engines.base import EngineError
 from harness.engines.reference.attention import attend, row_weights
+from harness.engines.reference.fixed import Fixed
 from harness.engines.reference.target import Step
 from harness.linear import Linear, pack
+from methods.paged import Attend
 from methods.rope import build_rope
 
 
@@ -71,6 +73,15 @@ class DenseTarget:
         self._cos = self._sin = torch.empty(0)
         self._capacity = self.length = self._marked = 0
         self._last_query = torch.empty(0)
+        self._attend: Attend | None = None
+        self._fixed: dict[tuple[int, tuple[int, ...]], FixedPass] = {}
+        self._fixed_rows: frozenset[int] = frozenset()
+
+    def fix(self, rows: Collection[int], attend: Attend) -> None:
+        """From now on passes of so many rows run as fixed steps (``harness.engines.reference.fixed``), replayed as
+        CUDA graphs on a GPU; ``attend`` reads the cache in them."""
+        self._attend, self._fixed_rows = attend, frozenset(rows)
+        self._fixed.clear()
 
     def _load_layer(self, tensors: CheckpointTensors | RandomTensors, prefix: str, config: Any) -> _Layer:
         hidden, dim, inner = self._hidden, self._dim, config.intermediate_size
@@ -110,6 +121,7 @@ class DenseTarget:
             self._cos = (angles.cos() * self._rope.mscale).to(table).to(self.device)
             self._sin = (angles.sin() * self._rope.mscale).to(table).to(self.device)
             self._capacity = capacity
+            self._fixed.clear()  # they have the old block's addresses
         self.length = self._marked = 0
 
     @torch.inference_mode()
@@ -118,28 +130,62 @@ class DenseTarget:
         stop = start + rows
         if stop > self._capacity:
             raise EngineError(f"{stop} positions do not fit the reserved {self._capacity}")
-        x = F.embedding(torch.tensor(ids, device=self.device), self.embedding)
+        if rows in self._fixed_rows and not last_only:
+            step = self.fixed_pass(rows, taps)(ids, start)
+            self.length = stop
+            return step
         cos, sin = self._cos[start:stop, None], self._sin[start:stop, None]
+
+        def read(index: int, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            self._keys[index, :, start:stop] = keys
+            self._values[index, :, start:stop] = values
+            return self.attend(q, self._keys[index], self._values[index], stop, self._scale)
+
+        step, self._last_query = self._through(torch.tensor(ids, device=self.device), cos, sin, read, taps, last_only)
+        self.length = stop
+        return step
+
+    def fixed_pass(self, rows: int, taps: Sequence[int]) -> FixedPass:
+        """The fixed step of so many rows; made, and on a GPU captured, when first asked for."""
+        key = (rows, tuple(taps))
+        if key not in self._fixed:
+            self._fixed[key] = FixedPass(self, rows, key[1])
+        return self._fixed[key]
+
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, length: int, scale: float) -> Tensor:
+        """The read of a layer's cache: an attribute of the target, so that a profile can put a range around it."""
+        return attend(q, keys, values, length, scale)
+
+    def _through(
+        self,
+        ids: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        read: Callable[[int, Tensor, Tensor, Tensor], Tensor],
+        taps: Sequence[int],
+        last_only: bool,
+    ) -> tuple[Step, Tensor]:
+        """All layers over ``ids`` [R]; ``read(layer, q [Hq, R, d], keys, values [Hkv, R, d])`` stores a layer's keys
+        and values and attends [Hq, R, d]. Returns the step and the last layer's queries."""
+        x = F.embedding(ids, self.embedding)
         tapped: list[Tensor] = []
         for index, layer in enumerate(self._layers):
-            q = self._store(
-                index, layer, F.rms_norm(x, (self._hidden,), layer.input_norm, self._eps), cos, sin, start, stop
+            q, keys, values = self._project(
+                layer, F.rms_norm(x, (self._hidden,), layer.input_norm, self._eps), cos, sin
             )
-            mixed = attend(q, self._keys[index], self._values[index], stop, self._scale)
-            x = x + layer.out(mixed.transpose(0, 1).reshape(rows, -1))
+            mixed = read(index, q, keys, values)
+            x = x + layer.out(mixed.transpose(0, 1).reshape(len(ids), -1))
             gate, up = layer.gate_up(F.rms_norm(x, (self._hidden,), layer.post_norm, self._eps)).chunk(2, -1)
             x = x + layer.down(F.silu(gate) * up)
             if index in taps:
                 tapped.append(x)
-        self._last_query = q
-        self.length = stop
         final = F.rms_norm(x[-1:] if last_only else x, (self._hidden,), self._norm, self._eps)
-        return Step(self.head(final), torch.cat(tapped, -1) if taps else None)
+        return Step(self.head(final), torch.cat(tapped, -1) if taps else None), q
 
-    def _store(self, index: int, layer: _Layer, x: Tensor, cos: Tensor, sin: Tensor, start: int, stop: int) -> Tensor:
-        """Project, normalise and rotate; write keys and values at start..stop; return the queries [Hq, R, d]."""
+    def _project(self, layer: _Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Project, normalise and rotate: queries [Hq, R, d], keys and values [Hkv, R, d]."""
         split = self._heads + self._kv_heads
-        qkv = layer.qkv(x).view(stop - start, split + self._kv_heads, self._dim)
+        qkv = layer.qkv(x).view(len(x), split + self._kv_heads, self._dim)
         qk, value = qkv[:, :split], qkv[:, split:]
         if layer.q_norm is not None and layer.k_norm is not None:
             q = F.rms_norm(qk[:, : self._heads], (self._dim,), layer.q_norm, self._eps)
@@ -148,9 +194,7 @@ class DenseTarget:
         half = cos.shape[-1]
         a, b = qk[..., :half], qk[..., half:]
         rotated = torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(self.dtype).transpose(0, 1)
-        self._keys[index, :, start:stop] = rotated[self._heads :]
-        self._values[index, :, start:stop] = value.transpose(0, 1)
-        return rotated[: self._heads]
+        return rotated[: self._heads], rotated[self._heads :], value.transpose(0, 1)
 
     def truncate(self, length: int) -> None:
         self.length = length
@@ -167,6 +211,54 @@ class DenseTarget:
 
     def nbytes(self) -> dict[str, int]:
         return {"weights": self._weights, "cache": self._keys.nbytes + self._values.nbytes}
+
+
+class FixedPass:
+    """A pass of R rows with fixed shapes: everything that changes from pass to pass lies in device memory."""
+
+    def __init__(self, target: DenseTarget, rows: int, taps: tuple[int, ...]) -> None:
+        assert target._attend is not None
+        self._target, self._taps, self._attend = target, taps, target._attend
+        self.ids = torch.zeros(rows, dtype=torch.int64, device=target.device)
+        self.start = torch.zeros(1, dtype=torch.int32, device=target.device)
+        self._row = torch.arange(rows, device=target.device)
+        self.step = Fixed(self._compute, target.device)
+
+    def __call__(self, ids: Sequence[int], start: int) -> Step:
+        """``ids`` [R] at positions ``start``.. ; what comes back is overwritten by the next call."""
+        self.ids.copy_(torch.tensor(ids))
+        self.start.fill_(start)
+        step, self._target._last_query = self.step()
+        return step
+
+    def ready(self, start: int) -> None:
+        """On a GPU, capture the step; what that writes lies behind the ``start`` entries held."""
+        self.start.fill_(start)
+        self.step.capture()
+
+    def _compute(self) -> tuple[Step, Tensor]:
+        target, rows = self._target, len(self.ids)
+        places = self.start + self._row
+        stop = self.start + rows
+
+        def read(index: int, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            held_keys, held_values = target._keys[index], target._values[index]
+            held_keys.index_copy_(1, places, keys)
+            held_values.index_copy_(1, places, values)
+            out, _ = self._attend(
+                q.transpose(0, 1),
+                held_keys.transpose(0, 1)[None],
+                held_values.transpose(0, 1)[None],
+                None,
+                stop,
+                left=None,
+                right=0,
+                scale=target._scale,
+            )
+            return out.transpose(0, 1)
+
+        cos, sin = (table.index_select(0, places)[:, None] for table in (target._cos, target._sin))
+        return target._through(self.ids, cos, sin, read, self._taps, last_only=False)
 
 
 class RandomTensors:

@@ -10,18 +10,22 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from harness.drafters import Drafter
 from harness.engines.base import EngineError, EngineInfo, Finish, Generation
+from harness.engines.reference.dense import DenseTarget
+from harness.engines.reference.fixed import PAGE, Executors, FixedDrafting, chooses_on_host
 from harness.engines.reference.target import Target
 from harness.requests import Request
 from methods.reader import ContextCache, Reader, open_reader
 from methods.reading import Method, RequestGeometry
 
 LEAST_ROOM = 64  # positions kept free after a prompt, so that a short warm-up's prefill also serves the real decode
+STORAGE = 4096  # positions by which storage grows that captured steps have the addresses of
 
 
 @dataclass
@@ -37,21 +41,71 @@ class _Prompt:
     context: ContextCache | None
 
 
+class Drafting(Protocol):
+    """The drafter's side of a decode by one method."""
+
+    @property
+    def reader(self) -> Reader: ...
+
+    def draft(self, anchor: int) -> list[int]:
+        """K tokens after ``anchor``."""
+
+    def commit(self, features: Tensor, start: int, end: int) -> None:
+        """Target features ``[K + 1, F * H]`` of a verification at ``start``; rows of ``start..end-1`` are committed."""
+
+
+class EagerDrafting:
+    """Rounds whose shapes follow the context: on a CPU nothing is computed that is not needed."""
+
+    def __init__(self, drafter: Drafter, method: Method, context: ContextCache, request: RequestGeometry) -> None:
+        self._drafter, self._context = drafter, context
+        self.reader: Reader = open_reader(method, context.geometry, request, context)
+        self.reader.prepare()
+
+    def draft(self, anchor: int) -> list[int]:
+        """See :class:`Drafting`."""
+        drafts = self._drafter.draft(anchor, self.reader).tokens
+        self.reader.round_done()
+        return drafts
+
+    def commit(self, features: Tensor, start: int, end: int) -> None:
+        """See :class:`Drafting`."""
+        self._context.append(*self._drafter.context_kv(features[: end - start]))
+        self.reader.committed(start, end)
+
+
 class ReferenceEngine:
     """An :class:`~harness.engines.base.Engine`. ``drafter`` may be None if only the autoregressive arm will run.
 
-    prefill_chunk: prompt tokens per forward pass of the target.
+    prefill_chunk: prompt tokens per forward pass of the target. executors: if given, steps, drafts and verifications
+    have fixed shapes and run on these (on a GPU as CUDA graphs). Left out of that are the drafts of InfLLM and CMR,
+    which choose entries on the host, and targets that are ``transformers``' modules.
     """
 
     interleaved = True
 
-    def __init__(self, target: Target, drafter: Drafter | None, *, prefill_chunk: int, info: EngineInfo) -> None:
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        *,
+        prefill_chunk: int,
+        info: EngineInfo,
+        executors: Executors | None = None,
+    ) -> None:
         self._target, self._drafter = target, drafter
         self._prefill_chunk, self._info = prefill_chunk, info
+        self._executors = executors
+        self._storage: ContextCache | None = None  # kept from request to request where steps are fixed
+        self._fixed: dict[str, tuple[Method, FixedDrafting]] = {}  # one a method's name, for that storage
         self._taps: tuple[int, ...] = ()
+        rows = [1]
         if drafter is not None:
             drafter.bind(target.embedding, target.head)
             self._taps = tuple(drafter.config.target_layer_ids)
+            rows.append(drafter.config.proposals + 1)
+        if executors is not None and isinstance(target, DenseTarget):
+            target.fix(rows, executors.attend)
         self._prompt: _Prompt | None = None
 
     @property
@@ -87,7 +141,8 @@ class ReferenceEngine:
 
     def close(self) -> None:
         """Nothing outlives the object."""
-        self._prompt = None
+        self._prompt = self._storage = None
+        self._fixed.clear()
 
     @torch.inference_mode()
     def _prefill(self, request: Request) -> _Prompt:
@@ -107,10 +162,10 @@ class ReferenceEngine:
         started = time.perf_counter()
         room = max(limit, LEAST_ROOM)
         capacity = min(len(ids) + room + block, target.max_positions)
+        if self._executors is not None:
+            capacity = min(-(-capacity // STORAGE) * STORAGE, target.max_positions)
         target.reserve(capacity)
-        context = None
-        if drafter is not None:
-            context = ContextCache(drafter.config.geometry(), capacity, drafter.dtype, drafter.device)
+        context = None if drafter is None else self._open_context(drafter, capacity)
         logits = torch.empty(0)
         for start in range(0, len(ids), self._prefill_chunk):
             step = target.forward(ids[start : start + self._prefill_chunk], taps=self._taps, last_only=True)
@@ -121,10 +176,43 @@ class ReferenceEngine:
         self._prompt = _Prompt(ids, capacity - len(ids) - block, logits, time.perf_counter() - started, context)
         return self._prompt
 
+    def _open_context(self, drafter: Drafter, capacity: int) -> ContextCache:
+        """An empty context: a new one, or where steps are fixed the one whose addresses they have if it is large
+        enough."""
+        geometry = drafter.config.geometry()
+        if self._executors is None:
+            return ContextCache(geometry, capacity, drafter.dtype, drafter.device)
+        if self._storage is None or self._storage.capacity < capacity:
+            self._fixed.clear()
+            self._storage = None  # free the old one before taking the new
+            rows = -(-(capacity + geometry.block) // PAGE) * PAGE
+            self._storage = ContextCache(geometry, rows - geometry.block, drafter.dtype, drafter.device)
+        self._storage.crop(0)
+        return self._storage
+
+    def _ready(self, rows: int, taps: tuple[int, ...]) -> None:
+        """Capture the target's fixed step before a clock runs."""
+        if self._executors is not None and isinstance(self._target, DenseTarget):
+            self._target.fixed_pass(rows, taps).ready(self._target.length)
+
+    def _open_drafting(
+        self, method: Method, drafter: Drafter, context: ContextCache, request: RequestGeometry
+    ) -> Drafting:
+        if self._executors is None or chooses_on_host(method, context.geometry):
+            return EagerDrafting(drafter, method, context, request)
+        held, drafting = self._fixed.pop(method.name, (None, None))
+        if drafting is None or held != method:
+            drafting = None  # free its storage first
+            drafting = FixedDrafting(drafter, method, context, self._executors)
+        self._fixed[method.name] = method, drafting
+        drafting.begin(request)
+        return drafting
+
     @torch.inference_mode()
     def _autoregressive(self, request: Request, prompt: _Prompt) -> Generation:
         target = self._target
         target.rewind()
+        self._ready(1, ())
         output = _best(prompt.first_logits)
         first_s = last_s = time.perf_counter()
         while (finish := _finished(output, request)) is None:
@@ -151,8 +239,8 @@ class ReferenceEngine:
         target.rewind()
         context.crop(len(request.prompt_ids))
         geometry = RequestGeometry(len(request.prompt_ids), request.max_new_tokens, drafter.config.block)
-        reader = open_reader(method, context.geometry, geometry, context)
-        reader.prepare()
+        self._ready(drafter.config.proposals + 1, self._taps)
+        drafting = self._open_drafting(method, drafter, context, geometry)
         output = _best(prompt.first_logits)
         commits: list[int] = []
         proposals: list[int] = []
@@ -160,10 +248,9 @@ class ReferenceEngine:
         first_s = last_s = time.perf_counter()
         while (finish := _finished(output, request)) is None:
             began = time.perf_counter()
-            drafts = drafter.draft(output[-1], reader).tokens
-            reader.round_done()
+            drafts = drafting.draft(output[-1])
             drafted = time.perf_counter()
-            committed = self._verify(output[-1], drafts, reader, drafter, context)
+            committed = self._verify(output[-1], drafts, drafting)
             delivered = _clip(committed, request, room=request.max_new_tokens - len(output))
             output += delivered
             commits.append(len(delivered))
@@ -171,6 +258,7 @@ class ReferenceEngine:
             overrun = len(committed) - len(delivered)
             last_s = time.perf_counter()
             draft_s, verify_s = draft_s + drafted - began, verify_s + last_s - drafted
+        reader = drafting.reader
         activity = {"method": method.name, **reader.activity(), "extra_bytes": reader.extra_bytes()}
         return Generation(
             output_ids=output,
@@ -187,14 +275,12 @@ class ReferenceEngine:
             round_s={"draft": draft_s, "verify": verify_s},
         )
 
-    def _verify(
-        self, anchor: int, drafts: list[int], reader: Reader, drafter: Drafter, context: ContextCache
-    ) -> list[int]:
+    def _verify(self, anchor: int, drafts: list[int], drafting: Drafting) -> list[int]:
         """Verify a block: the accepted drafts and the target's own next token (paper, section 3.1).
 
         Leaves both caches with what is committed except the returned last token, the next anchor.
         """
-        target, start = self._target, self._target.length
+        target, start, reader = self._target, self._target.length, drafting.reader
         wants_attention = reader.wants_target_attention()
         step = target.forward([anchor, *drafts], taps=self._taps)
         answers = _best(step.logits)
@@ -205,8 +291,7 @@ class ReferenceEngine:
         end = start + accepted + 1
         target.truncate(end)
         assert step.features is not None
-        context.append(*drafter.context_kv(step.features[: accepted + 1]))
-        reader.committed(start, end)
+        drafting.commit(step.features, start, end)
         if weights is not None:
             reader.target_attention(weights)
         return [*drafts[:accepted], answers[accepted]]

@@ -1,0 +1,295 @@
+"""Steps of fixed shape, replayed eagerly on a CPU: the same tokens and drafts as the engine's ordinary path.
+
+On a GPU the very same functions are captured as CUDA graphs; what is tested here is everything but the capture.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness.drafters import parse_config, random_drafter
+from harness.engines.base import Generation
+from harness.engines.reference.engine import ReferenceEngine
+from harness.engines.reference.fixed import (
+    PAGE,
+    Executors,
+    Fixed,
+    FixedDrafting,
+    FixedReader,
+    chooses_on_host,
+    far_from,
+)
+from harness.engines.reference.target import open_target
+from methods import make_method
+from methods.cache import ContextCache, DrafterGeometry
+from methods.reader import DenseReader
+from methods.reading import LayerGeometry, RequestGeometry
+from methods.rope import build_rope
+from tests.engines.test_reference_engine import OPTIONS
+from tests.engines.tiny import ARCHITECTURES, INFO, VOCAB, drafter_config, request, save_target
+
+FIXED = sorted(set(OPTIONS) - {"infllm", "cmr"})
+
+
+def engines(folder: Path, dtype: torch.dtype = torch.float64, drafter: Any = None) -> list[ReferenceEngine]:
+    """The ordinary engine and the one of fixed steps, over targets and drafters of the same weights."""
+    return [
+        ReferenceEngine(
+            open_target(folder, dtype, torch.device("cpu")),
+            random_drafter(drafter or drafter_config(), dtype=dtype, device="cpu", seed=1),
+            prefill_chunk=7,
+            info=INFO,
+            executors=executors,
+        )
+        for executors in (None, Executors())
+    ]
+
+
+class Guide:
+    """Turns real drafts into ones that are right as often as one likes, the same for both engines."""
+
+    def __init__(self, prompt: int, continuation: list[int]) -> None:
+        self.prompt, self.continuation = prompt, continuation
+        self.drafted: list[tuple[int, list[int]]] = []
+
+    def __call__(self, length: int, real: list[int]) -> list[int]:
+        done = length - self.prompt + 1
+        keep = (7 * len(self.drafted) + 3) % (len(real) + 1)
+        self.drafted.append((length, real))
+        right = self.continuation[done : done + len(real)]
+        guided = right[:keep] + [(token + 1) % VOCAB for token in right[keep:]]
+        return guided + [0] * (len(real) - len(guided))
+
+
+def guided(engine: ReferenceEngine, guide: Guide, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = engine._open_drafting
+
+    def opening(*arguments: Any) -> Any:
+        drafting = opened(*arguments)
+        draft = type(drafting).draft.__get__(drafting)
+        drafting.draft = lambda anchor: guide(engine._target.length, draft(anchor))  # type: ignore[method-assign]
+        return drafting
+
+    monkeypatch.setattr(engine, "_open_drafting", opening)
+
+
+def both(
+    folder: Path, name: str, monkeypatch: pytest.MonkeyPatch, prompt: int = 150, limit: int = 60, **options: Any
+) -> tuple[list[Generation], list[Guide], list[ReferenceEngine]]:
+    """A request decoded by both engines with guided drafts."""
+    asked, pair = request(prompt, limit), engines(folder)
+    method = make_method(name, **(OPTIONS[name] | options))
+    known = pair[0].decode(replace(asked, max_new_tokens=limit + 8), None).output_ids
+    guides = [Guide(prompt, known) for _ in pair]
+    for engine, guide in zip(pair, guides, strict=True):
+        guided(engine, guide, monkeypatch)
+    return [engine.decode(asked, method) for engine in pair], guides, pair
+
+
+@pytest.mark.parametrize("name", sorted(OPTIONS))
+def test_a_method_drafts_and_commits_the_same(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_target("llama", tmp_path)
+    (plain, fixed), guides, pair = both(tmp_path, name, monkeypatch)
+    assert (fixed.output_ids, fixed.commits) == (plain.output_ids, plain.commits)
+    assert guides[0].drafted == guides[1].drafted
+    assert {1, 5} <= set(plain.commits)
+    for key in ("rounds", "entries_in_context", "far_entries_read"):
+        assert fixed.activity[key] == plain.activity[key], key
+    assert name in pair[1]._fixed or name in ("infllm", "cmr")
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_target_verifies_the_same(
+    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_target(architecture, tmp_path)
+    (plain, fixed), guides, pair = both(tmp_path, "fold", monkeypatch, prompt=40, limit=30)
+    assert (fixed.output_ids, fixed.commits) == (plain.output_ids, plain.commits)
+    assert guides[0].drafted == guides[1].drafted
+    asked = request(40, 30)
+    assert pair[1].decode(asked, None).output_ids == pair[0].decode(asked, None).output_ids == plain.output_ids
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_short_dtypes_run_through_fixed_steps(dtype: torch.dtype, tmp_path: Path) -> None:
+    save_target("llama", tmp_path)
+    plain, fixed = engines(tmp_path, dtype)
+    asked = request(100, 24)
+    method = make_method("fold", **OPTIONS["fold"])
+    want, got = plain.decode(asked, method), fixed.decode(asked, method)
+    if dtype == torch.float32:  # bfloat16 rounds logits so coarsely that ties fall either way
+        assert got.output_ids == want.output_ids and got.commits == want.commits
+    assert len(got.output_ids) == 24 and got.activity["far_entries_read"] > 0
+
+
+def test_requests_and_methods_follow_each_other_on_one_storage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_target("llama", tmp_path)
+    plain, fixed = engines(tmp_path)
+    storage = None
+    for seed, length, limit in ((0, 110, 10), (2, 20, 12), (0, 110, 10)):
+        asked = request(length, limit, seed=seed)
+        for name in ("fold", "yarn", "original", "streamingllm"):
+            method = make_method(name, **OPTIONS[name])
+            want, got = plain.decode(asked, method), fixed.decode(asked, method)
+            assert (got.output_ids, got.commits) == (want.output_ids, want.commits), (seed, name)
+            assert got.activity["far_entries_read"] == want.activity["far_entries_read"]
+        storage = storage or fixed._storage
+        assert fixed._storage is storage
+    # Other options are another method: the storage of the first goes.
+    held = fixed._fixed["fold"][1]
+    fixed.decode(asked, make_method("fold", window=8))
+    assert fixed._fixed["fold"][1] is not held
+
+
+def test_length_dispatch_takes_the_window_alone_until_something_is_far(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_target("llama", tmp_path)
+    window = 60
+    (plain, fixed), guides, _ = both(tmp_path, "fold", monkeypatch, prompt=40, limit=60, window=window)
+    assert guides[0].drafted == guides[1].drafted
+    assert (fixed.output_ids, fixed.commits) == (plain.output_ids, plain.commits)
+    short = [length for length, _ in guides[1].drafted if length <= window]
+    assert 0 < len(short) < len(guides[1].drafted)
+    assert fixed.activity["window_only_rounds"] == len(short)
+    assert fixed.activity["rounds"] == plain.activity["rounds"] == len(guides[1].drafted)
+    # Within the window the drafts are the original drafter's.
+    (_, original), theirs, _ = both(tmp_path, "original", monkeypatch, prompt=40, limit=60)
+    assert theirs[1].drafted[: len(short)] == guides[1].drafted[: len(short)]
+    assert original.output_ids == fixed.output_ids
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "first"),
+    [("fold", {"window": 60}, 61), ("rerope", {"window": 60}, 61), ("window", {"window": 60}, None), ("cmr", {}, None)],
+)
+def test_the_first_length_with_a_far_entry(name: str, options: dict[str, Any], first: int | None) -> None:
+    geometry = drafter_config().geometry()
+    method = make_method(name, **(options or OPTIONS[name]))
+    assert far_from(method, geometry) == first
+    if first is not None:
+        far = next(b for b in method.plan(geometry.layers[0], RequestGeometry(1, 1, 5)).branches if not b.block)
+        from methods.attention import entries_read
+
+        for context, some in ((first - 1, False), (first, True)):
+            assert bool(entries_read(far.entries, context, 5, torch.device("cpu"))[1].any()) == some
+
+
+def test_a_sliding_layers_gap_counts_too() -> None:
+    layers = (LayerGeometry("sliding_attention", 12, block_causal=True), LayerGeometry())
+    geometry = DrafterGeometry(layers, 4, 2, 16, 16, 0.25, build_rope({"rope_theta": 1e4}, 16), 5)
+    assert far_from(make_method("fold", window=20, far_start="native"), geometry) == 8  # 12 - 5 + 1
+    assert far_from(make_method("fold", window=20), geometry) == 21
+
+
+def test_the_methods_that_choose_on_the_host_have_no_fixed_step() -> None:
+    geometry = drafter_config().geometry()
+    for name, options in OPTIONS.items():
+        assert chooses_on_host(make_method(name, **options), geometry) == (name in ("infllm", "cmr"))
+    cache = ContextCache(geometry, 4 * PAGE - geometry.block, torch.float64)
+    with pytest.raises(ValueError, match="chooses entries on the host"):
+        FixedReader(make_method("cmr", **OPTIONS["cmr"]), cache, Executors())
+    with pytest.raises(ValueError, match="no whole number of pages"):
+        odd = ContextCache(geometry, 100, torch.float64)
+        FixedReader(make_method("fold", window=8), odd, Executors())
+
+
+# a drafter of Qwen3.5's kind: sliding layers that mask later block keys, and a full one
+MIXED = {
+    "architectures": ["DFlashDraftModel"],
+    "model_type": "qwen3",
+    "block_size": 5,
+    "dflash_config": {"mask_token_id": 1, "target_layer_ids": [1, 3]},
+    "num_target_layers": 6,
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 24,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 512,
+    "vocab_size": VOCAB,
+}
+
+
+@pytest.mark.parametrize("name", FIXED)
+@pytest.mark.parametrize("prompt", [3, 17, 230])
+def test_a_ring_of_pages_reads_what_the_definition_reads(name: str, prompt: int) -> None:
+    """Round after round, across the ring's wrap-around, on a drafter with sliding and full layers."""
+    config = parse_config(MIXED)
+    geometry = config.geometry()
+    torch.manual_seed(0)
+    request_geometry = RequestGeometry(prompt, 400, geometry.block)
+    caches = [ContextCache(geometry, 16 * PAGE - geometry.block, torch.float64) for _ in range(2)]
+    method = make_method(name, **OPTIONS[name])
+    fixed = FixedReader(method, caches[0], Executors())
+    k, v = (torch.randn(3, prompt, 2, 16, dtype=torch.float64) for _ in range(2))
+    for cache in caches:
+        cache.append(k, v)
+    fixed.begin(request_geometry)
+    fixed.prepare()
+    dense = DenseReader(method, geometry, request_geometry, caches[1])
+    dense.prepare()
+    ringed = [store for store in fixed.stores if not store.whole]
+    # StreamingLLM leaves sliding layers alone, the original reads all: every method has a ring somewhere here.
+    assert ringed
+    for place in range(60):
+        fixed.choose()
+        for layer in range(3):
+            q = torch.randn(5, 4, 16, dtype=torch.float64)
+            kb, vb = (torch.randn(5, 2, 16, dtype=torch.float64) for _ in range(2))
+            got, want = fixed.read(layer, q, kb, vb), dense.read(layer, q, kb, vb)
+            assert torch.allclose(got, want, atol=1e-9), (place, layer)
+        for reader in (fixed, dense):
+            reader.round_done()
+        k, v = (torch.randn(3, 5, 2, 16, dtype=torch.float64) for _ in range(2))
+        accepted, start = 1 + (3 * place) % 5, caches[1].length
+        fixed.append(k, v)  # the rejected rows too
+        fixed.committed(start, start + accepted)
+        caches[1].append(k[:, :accepted], v[:, :accepted])
+        dense.committed(start, start + accepted)
+    assert caches[0].length == caches[1].length > prompt + 150
+    assert torch.equal(caches[0].keys[:, :, : caches[0].length], caches[1].keys[:, :, : caches[1].length])
+    with pytest.raises(ValueError, match="the reader holds"):
+        fixed.committed(0, 1)
+
+
+def test_a_step_is_called_as_it_is_where_there_is_no_gpu() -> None:
+    called: list[int] = []
+    step = Fixed(lambda: called.append(1), torch.device("cpu"))
+    step.capture()
+    assert not called
+    step()
+    step()
+    assert called == [1, 1]
+
+
+def test_dspark_drafts_the_same(tmp_path: Path) -> None:
+    save_target("qwen3", tmp_path)
+    others = ("dflash_config", "layer_types", "sliding_window")
+    shared = {key: value for key, value in MIXED.items() if key not in others}
+    config = parse_config(
+        shared
+        | {"architectures": ["Qwen3DSparkModel"], "mask_token_id": 1, "target_layer_ids": [1, 3]}
+        | {"markov_rank": 8, "markov_head_type": "vanilla"}
+    )
+    plain, fixed = engines(tmp_path, drafter=config)
+    asked = request(70, 24)
+    method = make_method("fold", **OPTIONS["fold"])
+    want, got = plain.decode(asked, method), fixed.decode(asked, method)
+    assert (got.output_ids, got.commits, got.proposals) == (want.output_ids, want.commits, want.proposals)
+    assert set(got.proposals) == {5}
+    assert isinstance(fixed._fixed["fold"][1], FixedDrafting)
