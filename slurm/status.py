@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import re
 import socket
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.live import Live
@@ -40,18 +42,23 @@ REFRESH_S = 10.0
 LOCAL = "local"
 SHOWN = 40
 
-_TEXT = rb'"[^"\\]*"'
-_KEPT = rb'"([^"\\]*)"'
-# The fields of harness.records.Record in the order in which they are written; another order is only slower to read.
-_HEAD = re.compile(
-    rb'\{"run":' + _TEXT + rb',"unit":' + _TEXT + rb',"order":\d+,"request_id":' + _KEPT + rb',"benchmark":' + _TEXT
-    + rb',"task":' + _TEXT + rb',"prompt_tokens":\d+,"prompt_sha256":' + _TEXT + rb',"method":' + _KEPT
-    + rb',"engine":' + _TEXT + rb',"device_uuid":' + _KEPT + rb',"host":' + _KEPT + rb',"started_at":' + _KEPT + rb","
-)  # fmt: skip
-_GOOD_END = b',"error":"","schema":"' + SCHEMA.encode() + b'"}\n'
-# Before it stands "warmup":false,"attempt":1
-_WARM = b'"warmup":true,'
+_TEXT, _KEPT = '"[^"]*"', '"([^"]*)"'
+# A good record in the order in which harness.records.Record writes its fields; another order is only slower to read.
+# Token ids, most of it, are passed over.
+_RECORD = re.compile(
+    rf'^\{{"run":{_TEXT},"unit":{_TEXT},"order":\d+,"request_id":{_KEPT},"benchmark":{_TEXT},"task":{_TEXT},'
+    rf'"prompt_tokens":\d+,"prompt_sha256":{_TEXT},"method":{_KEPT},"engine":{_TEXT},"device_uuid":{_KEPT},'
+    rf'"host":{_KEPT},"started_at":{_KEPT},".*,"warmup":(?:false|(true)),"attempt":\d+,"error":"()",'
+    rf'"schema":"{SCHEMA}"\}}\n',
+    re.MULTILINE,
+)
+# Bytes of a record file that are looked at in one go.
+BLOCK = 1 << 18
+# Below this, starting processes costs more than they save.
+PARALLEL_BYTES = 64 << 20
 _ERROR = re.compile(r"[\w.]*(Error|Exception|Interrupt)\b.*:|FAILED|REFUSED|GATE|MISSING|slurmstepd: error|fold-")
+# The reason stands above it.
+_POINTER = "slurm.job.UnitFailedError:"
 _STATUS = re.compile(rb'"status": "(\w+)"\s*\}\s*\Z')
 
 
@@ -69,15 +76,34 @@ class Line(NamedTuple):
 
 def read_line(line: bytes) -> Line:
     """The fields of one line of a record file that counting needs. Raises ValueError for a damaged line."""
-    if line.endswith(_GOOD_END) and (head := _HEAD.match(line)):
-        request, arm, device, host, started = head.groups()
-        warm = line.rfind(_WARM, len(line) - 90) >= 0
-        return Line(request.decode(), arm.decode(), device.decode(), host.decode(), started.decode(), warm, "")
+    if found := _usual(line):
+        request, arm, device, host, started, warm, error = found[0]
+        return Line(request, arm, device, host, started, bool(warm), error)
     value = json.loads(line)
     if not isinstance(value, dict) or value.get("schema") != SCHEMA:
         raise ValueError("not a record")
     names = ("request_id", "method", "device_uuid", "host", "started_at", "warmup", "error")
     return Line(*(value[name] for name in names))
+
+
+def _usual(block: bytes) -> list[Any] | None:
+    """The fields of whole lines, in the order of Line, if all of them are good records without an escaped character."""
+    if b"\\" in block:
+        return None
+    try:
+        found = _RECORD.findall(block.decode())
+    except UnicodeDecodeError:
+        return None
+    return found if len(found) == block.count(b"\n") else None
+
+
+def read_file(path: Path) -> Iterator[Line]:
+    """read_line of every line but an unfinished last one; memory does not grow with the file."""
+    rest = b""
+    with path.open("rb") as file:
+        while chunk := file.read(BLOCK):
+            whole, end, rest = (rest + chunk).rpartition(b"\n")
+            yield from _usual(whole + end) or map(read_line, (whole + end).splitlines(keepends=True))
 
 
 @dataclass
@@ -106,38 +132,44 @@ def tally(path: Path, arms: Iterable[str]) -> Tally:
     failed: dict[tuple[str, str], str] = {}
     line, number = None, 1
     try:
-        with path.open("rb") as lines:
-            for text in lines:
-                if not text.endswith(b"\n"):
-                    break
-                line = read_line(text)
-                number += 1
-                if line.warmup:
-                    continue
-                if line.error:
-                    failed[line.request, line.arm] = f"{line.request} by {line.arm}: {line.error}"
-                elif line.arm in place:
-                    devices = found.setdefault(line.request, {})
-                    devices[line.device] = devices.get(line.device, 0) | place[line.arm]
-                    recent.append(line.started_at)
-                    if failed:
-                        failed.pop((line.request, line.arm), None)
+        for line in read_file(path):
+            request, arm, device, _, started, warmup, error = line
+            number += 1
+            if warmup:
+                continue
+            if error:
+                failed[request, arm] = f"{request} by {arm}: {error}"
+            elif arm in place:
+                devices = found.setdefault(request, {})
+                devices[device] = devices.get(device, 0) | place[arm]
+                recent.append(started)
+                if failed:
+                    failed.pop((request, arm), None)
     except FileNotFoundError:
         return result
     except (ValueError, KeyError):
         result.damage = f"{path}, line {number} is damaged; restore it or remove that line"
-    except OSError as error:
-        result.damage = f"{path} cannot be read ({error.strerror})"
+    except OSError as error_:
+        result.damage = f"{path} cannot be read ({error_.strerror})"
     for devices in found.values():
         result.complete += any(bits == everything for bits in devices.values())
         result.cells += max(bits.bit_count() for bits in devices.values())
     if line is not None:
-        result.host, result.device, result.last = line.host, line.device, line.started_at
+        _, _, result.device, result.host, result.last, *_ = line
     if len(recent) > 1:
         took = (datetime.fromisoformat(recent[-1]) - datetime.fromisoformat(recent[0])).total_seconds()
         result.rate = (len(recent) - 1) / took if took > 0 else 0.0
     result.error = next(reversed(failed.values()), "").split("\n")[0]
     return result
+
+
+def tally_all(files: Sequence[tuple[Path, tuple[str, ...]]], size: int) -> list[Tally]:
+    """tally of each (path, arms), `size` bytes together; many are counted by several processes."""
+    workers = min(len(files), len(os.sched_getaffinity(0)))
+    if workers < 2 or size < PARALLEL_BYTES:
+        return [tally(*file) for file in files]
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
+        return list(pool.map(tally, *zip(*files, strict=True), chunksize=1 + len(files) // (8 * workers)))
 
 
 def run_status(run_dir: Path) -> str:
@@ -221,6 +253,7 @@ class View:
         """The state of every unit, in the order of the plan. Raises UserError for damaged bookkeeping."""
         jobs = self._jobs()
         alive = self._queue(jobs)
+        self._count()
         states = [self._state(unit, jobs.get(unit.id, ""), alive) for unit in self.submission.units.values()]
         forgotten = {state.job: state for state in states if state.state == FAILED and state.job and not state.ended}
         if forgotten and not self.silent:
@@ -262,7 +295,7 @@ class View:
 
     def _state(self, unit: Unit, job: str, alive: dict[str, queue.JobState]) -> UnitState:
         run_dir = self.submission.run_dir(unit)
-        counted = self._tally(unit, run_dir / RECORDS)
+        counted = self._known[unit.id][1] if unit.id in self._known else Tally()
         known = alive.get(job)
         state = UnitState(unit, PLANNED, counted, counted.host, "", job)
         if known is not None and known.alive:
@@ -285,26 +318,36 @@ class View:
                 state.note = f"measured, but its last start did not end well ({said or 'no run.json'})"
         return state
 
-    def _tally(self, unit: Unit, path: Path) -> Tally:
-        try:
-            now = path.stat()
-        except OSError:
-            return Tally()
-        stamp = (now.st_size, now.st_mtime_ns)
-        known = self._known.get(unit.id)
-        if known is None or known[0] != stamp:
-            self._known[unit.id] = known = (stamp, tally(path, unit.work.arms))
-        return known[1]
+    def _count(self) -> None:
+        """Count the records of the units whose files changed since the last time."""
+        stamps: dict[str, tuple[int, int]] = {}
+        changed: list[tuple[Path, tuple[str, ...]]] = []
+        for unit in self.submission.units.values():
+            path = self.submission.run_dir(unit) / RECORDS
+            try:
+                now = path.stat()
+            except OSError:
+                self._known.pop(unit.id, None)
+                continue
+            stamp = (now.st_size, now.st_mtime_ns)
+            if unit.id not in self._known or self._known[unit.id][0] != stamp:
+                stamps[unit.id] = stamp
+                changed.append((path, unit.work.arms))
+        size = sum(size for size, _ in stamps.values())
+        for name, counted in zip(stamps, tally_all(changed, size), strict=True):
+            self._known[name] = (stamps[name], counted)
 
     def _last_words(self, state: UnitState) -> str:
-        """The last line that the unit's job wrote, of those that speak of an error if there are any."""
+        """The last line that the unit's job wrote: of those that speak of an error, of those that say which."""
         folder = self.submission.folder / "jobs"
         for path in (folder / f"{state.unit.id}.log", folder / f"{state.job}_0_log.out"):
             with suppress(OSError), path.open("rb") as file:
-                file.seek(max(os.fstat(file.fileno()).st_size - 4096, 0))
+                file.seek(max(os.fstat(file.fileno()).st_size - 8192, 0))
                 lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+                errors = [line for line in lines if _ERROR.match(line)]
+                telling = [line for line in errors if not line.startswith(_POINTER)]
                 if lines:
-                    return ([line for line in lines if _ERROR.match(line)] or lines)[-1]
+                    return (telling or errors or lines)[-1]
         return "" if state.ended else "stopped, and left no output"
 
 

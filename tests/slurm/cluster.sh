@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# A real SLURM of one node on this machine, for the tests: cluster.sh start DIR [MAX_ARRAY_SIZE], cluster.sh stop DIR.
+# A real SLURM of one node on this machine, for the tests: cluster.sh start DIR [MAX_ARRAY_SIZE], cluster.sh stop DIR,
+# cluster.sh node DIR (start the node's daemon again after it died).
 #
-# Own directories, ports and munge socket, loopback only, no systemd, no control groups, no accounting. Needs root and
-# Debian's slurm-wlm and munge. On success the commands work with SLURM_CONF=DIR/slurm.conf. Whatever fails is said in
-# one line, with exit code 3.
+# Own directories, ports and munge socket, loopback only, no systemd, no control groups, no accounting. Runs as whoever
+# starts it, who then owns the cluster. Needs Debian's slurm-wlm and munge. On success the commands work with
+# SLURM_CONF=DIR/slurm.conf. Whatever fails is said in one line, with exit code 3.
 set -euo pipefail
+PATH=$PATH:/usr/sbin:/sbin
 
 fail() { echo "no SLURM can be started here: $*" >&2; exit 3; }
 
@@ -14,16 +16,20 @@ stop() {
     done
 }
 
+node() {
+    SLURM_CONF=$1/slurm.conf slurmd -N fold >"$1/log/slurmd.out" 2>&1 ||
+        fail "slurmd: $(tail -qn 1 "$1/log/slurmd.out" "$1/log/slurmd.log")"
+}
+
 start() {
-    local dir=$1 array=${2:-1001} host port
+    local dir=$1 array=${2:-1001} host port user
     for program in munged slurmctld slurmd sbatch srun; do
-        command -v "$program" >/dev/null || PATH=$PATH:/usr/sbin
         command -v "$program" >/dev/null || fail "$program is not installed (apt-get install slurm-wlm munge)"
     done
-    [ "$(id -u)" = 0 ] || fail "the daemons need root"
     mkdir -p "$dir"/{state,spool,log}
     chmod 755 "$dir"
     host=$(hostname -s)
+    user=$(id -un)
     port=$(python3 -c 'import socket; s = [socket.socket() for _ in range(2)]; [x.bind(("127.0.0.1", 0)) for x in s]; print(*[x.getsockname()[1] for x in s])')
     head -c 1024 /dev/urandom > "$dir/munge.key"
     chmod 400 "$dir/munge.key"
@@ -33,8 +39,8 @@ start() {
     cat > "$dir/slurm.conf" <<CONF
 ClusterName=fold
 SlurmctldHost=$host(127.0.0.1)
-SlurmUser=root
-SlurmdUser=root
+SlurmUser=$user
+SlurmdUser=$user
 SlurmctldPort=${port% *}
 SlurmdPort=${port#* }
 AuthType=auth/munge
@@ -59,7 +65,7 @@ MaxArraySize=$array
 JobRequeue=1
 KillWait=1
 SlurmdTimeout=10
-MinJobAge=600
+MinJobAge=3600
 ReturnToService=2
 MpiDefault=none
 GresTypes=gpu
@@ -69,9 +75,10 @@ CONF
     # A "GPU" is any device file to SLURM, which then counts it, gives it to one job and sets CUDA_VISIBLE_DEVICES.
     echo "NodeName=fold Name=gpu File=/dev/null,/dev/zero" > "$dir/gres.conf"
     export SLURM_CONF=$dir/slurm.conf
-    slurmctld -c >"$dir/log/slurmctld.out" 2>&1 || fail "slurmctld: $(tail -n 1 "$dir/log/slurmctld.out")"
-    slurmd -N fold >"$dir/log/slurmd.out" 2>&1 || fail "slurmd: $(tail -n 1 "$dir/log/slurmd.out" "$dir/log/slurmd.log")"
-    for _ in $(seq 60); do
+    slurmctld -c >"$dir/log/slurmctld.out" 2>&1 ||
+        fail "slurmctld: $(tail -qn 1 "$dir/log/slurmctld.out" "$dir/log/slurmctld.log")"
+    node "$dir"
+    for _ in $(seq 120); do
         sinfo --noheader --format=%t 2>/dev/null | grep -q idle && return
         sleep 0.5
     done
@@ -81,5 +88,6 @@ CONF
 case ${1:-} in
     start) start "$(realpath -m "$2")" "${3:-}" ;;
     stop) stop "$(realpath -m "$2")" ;;
-    *) fail "usage: cluster.sh start|stop DIR" ;;
+    node) node "$(realpath -m "$2")" ;;
+    *) fail "usage: cluster.sh start|stop|node DIR" ;;
 esac

@@ -299,6 +299,44 @@ def test_a_damaged_line_is_a_failed_unit_and_a_torn_one_is_not(tmp_path: Path) -
     assert "line 2 is damaged" in status.tally(path, ("ar", "fold")).damage
 
 
+def test_many_lines_in_one_go_are_what_one_at_a_time_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arms = ("ar", "fold", "window")
+    lines = [line_of(request_id=f"r{n // 3}", method=arms[n % 3], error="died" * (n == 7), order=n) for n in range(40)]
+    path = tmp_path / RECORDS
+    path.write_bytes(b"".join(lines) + lines[0][:100])
+    wanted = [status.read_line(line) for line in lines]
+    for block in (1, 100, 5000, 1 << 20):
+        monkeypatch.setattr(status, "BLOCK", block)
+        assert [(*line[:5], bool(line[5]), line[6]) for line in status.read_file(path)] == wanted
+        counted = status.tally(path, arms)
+        assert (counted.complete, counted.cells, counted.error) == (12, 39, "r2 by fold: died")
+
+
+@pytest.mark.parametrize("damage", [b"x", b"{}", b'{"run":"a",\n', b"\xff", b'{"run":"', b"\n"])
+def test_damage_in_the_middle_is_never_passed_over(damage: bytes, tmp_path: Path) -> None:
+    path = tmp_path / RECORDS
+    path.write_bytes(line_of() + line_of(method="ar") + damage + line_of(request_id="r2") + line_of(request_id="r3"))
+    counted = status.tally(path, ("ar", "fold"))
+    assert "line 3 is damaged" in counted.damage and counted.cells == 2
+
+
+def test_many_units_are_counted_by_several_processes(
+    submission: Submission, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, unit in submission.units.items():
+        submission.run_dir(unit).mkdir(parents=True)
+        lines = line_of(request_id=name) + line_of(method="ar", request_id=name)
+        (submission.run_dir(unit) / RECORDS).write_bytes(lines)
+    alone = View(submission).read()
+    monkeypatch.setattr(status, "PARALLEL_BYTES", 0)
+    monkeypatch.setattr(status.os, "sched_getaffinity", lambda pid: {0, 1})
+    view = View(submission)
+    assert view.read() == alone and {state.tally.cells for state in alone} == {2}
+    for unit in submission.units.values():
+        (submission.run_dir(unit) / RECORDS).unlink()
+    assert {state.tally.cells for state in view.read()} == {0}
+
+
 def test_memory_does_not_grow_with_records(tmp_path: Path) -> None:
     def peak(count: int) -> int:
         path = tmp_path / f"{count}.jsonl"
