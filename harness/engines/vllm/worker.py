@@ -130,7 +130,7 @@ class Worker:
             torch.set_num_threads(spec["threads"])
         self.method: str | None = spec["method"]
         self.plugged: bool = spec["additional_config"] is not None
-        if self.plugged:
+        if spec["plugin"]:  # in the autoregressive arm too: it should not run for hours before the first method fails
             _require_plugin()
         cpu = device.type == "cpu"
         scheduler = "RecordedScheduler" if cpu else "RecordedAsyncScheduler"
