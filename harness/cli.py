@@ -47,6 +47,11 @@ def _main(arguments: list[str]) -> int:
         return _launch(arguments)
     plans = compose_plans(arguments)
     if plans is None:
+        if _prints_configuration(arguments):
+            from harness.memory import memory_lines
+
+            chosen = [text.partition("=")[2] for text in arguments if re.match(r"[+]*(model|drafter)=", text)]
+            print("\n".join(memory_lines(chosen[-1] if chosen else None)))
         return OK
     for plan in plans:
         check(plan)
@@ -86,6 +91,13 @@ def run_job(cfg: DictConfig) -> None:
 
     if max(execute(prepare(plan), overrides) for plan in plans):
         raise RuntimeError(f"{' '.join(overrides)}: failed, missing or unconfirmed cells; the job's output names them")
+
+
+def _prints_configuration(arguments: Sequence[str]) -> bool:
+    """Whether the whole job configuration was asked for, not a part of it (-p) and not Hydra's."""
+    words = " ".join(arguments)
+    whole = re.search(r"(^| )(--cfg|-c)[ =](job|all)( |$)", words) is not None
+    return whole and not any(text in ("-p", "--package") or text.startswith("--package=") for text in arguments)
 
 
 def _stop(text: str, code: int) -> int:
