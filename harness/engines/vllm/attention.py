@@ -58,7 +58,7 @@ class DrafterReads:
         self.stock = _reads_as_stock(self.method, config)
         self.attentions: list[Any] = []  # vLLM's attention layers, in order
         self.sides: list[SideLayer] = []
-        self.rotaries: list[KeyRotary] = []  # one a layer; layers with the same embedding share one
+        self.rotaries: list[Any] = []  # each layer's rotary embedding; layers with the same one share it
         self.reading = True  # False while a prompt is incomplete: its drafts are discarded, so nothing is read
         self._counted = torch.zeros(2, dtype=torch.int64, device=device)  # stock reads: rounds, entries in the context
         self._begun = False
@@ -88,11 +88,9 @@ class DrafterReads:
         self._counted.zero_()
         request = RequestGeometry(prompt, max(1, min(limit, self.max_context - prompt)), self.block)
         self.reader.begin(request)
-        filled: set[int] = set()
-        for index, rotary in enumerate(self.rotaries):
-            if id(rotary) not in filled:
-                rotary.fill(self.reader.rope(index, request))
-                filled.add(id(rotary))
+        if not self.stock:
+            for rotary in dict.fromkeys(self.rotaries):
+                rotary.fill(self.reader.rope(self.rotaries.index(rotary), request))
 
     def committed(self, length: int, table: Tensor) -> None:
         """The context of the running request has ``length`` entries, found by ``table [max_pages]``."""
@@ -156,36 +154,47 @@ def install(model: Any, settings: Settings, config: DrafterConfig, vllm_config: 
     _check(reads, attention_modules, vllm_config)
     reads.attentions = [module.attn for module in attention_modules]
     if reads.stock:
+        reads.rotaries = [module.rotary_emb for module in attention_modules]
         for index, attention in enumerate(reads.attentions):
             attention.impl.forward = _counting(attention.impl.forward, reads, index)
     else:
         backend = PlannedCPUBackend if device.type == "cpu" else PlannedFlashBackend
-        rotaries: dict[bool, KeyRotary] = {}
-        positions = reads.max_context + 2 * reads.block
-        for index, module in enumerate(attention_modules):
-            scaled = reads.method.plan(reads.geometry.layers[index], _longest(reads)).rope is not None
-            if scaled not in rotaries:
-                rotaries[scaled] = KeyRotary(
-                    reads.geometry.rope, reads.geometry.head_dim, positions, vllm_config.model_config.dtype, device
-                )
-            module.rotary_emb = rotaries[scaled]
-            reads.rotaries.append(rotaries[scaled])
-            _replace_impl(module.attn, backend, reads, index)
+        for index, attention in enumerate(reads.attentions):
+            _replace_impl(attention, backend, reads, index)
+        give_rotaries(reads, attention_modules)
         context = vllm_config.compilation_config.static_forward_context
-        raw = reads.reader.raw_layers
-        reads.sides = side_layers(raw, reads.attentions, context)
+        reads.sides = side_layers(reads.reader.raw_layers, reads.attentions, context)
+    open_activity(reads, type(model).__name__, trace=settings.trace)
+    return reads
+
+
+def give_rotaries(reads: DrafterReads, modules: Sequence[Any]) -> None:
+    """Give every attention module a rotary embedding of the drafter's own; layers that YaRN scales share another."""
+    made: dict[bool, KeyRotary] = {}
+    weight = modules[0].q_norm.weight
+    for layer, module in zip(reads.geometry.layers, modules, strict=True):
+        scaled = reads.method.plan(layer, _longest(reads)).rope is not None
+        if scaled not in made:
+            positions = reads.max_context + 2 * reads.block
+            dim = reads.geometry.head_dim
+            made[scaled] = KeyRotary(reads.geometry.rope, dim, positions, weight.dtype, weight.device)
+        module.rotary_emb = made[scaled]
+    reads.rotaries = [module.rotary_emb for module in modules]
+
+
+def open_activity(reads: DrafterReads, drafter: str, *, trace: bool) -> None:
+    """From now on this process reports what ``reads`` does."""
     static = {
         "method": reads.method.name,
         "plan": reads.plans(),
-        "read": "vllm" if reads.stock else f"paged, {device.type}",
-        "drafter": type(model).__name__,
+        "read": "vllm" if reads.stock else f"paged, {reads.reader.device.type}",
+        "drafter": drafter,
     }
     activity.opened(
         static,
         lambda: {"side_cache_bytes_per_token": reads.side_cache_bytes(), **reads.counters()},
-        trace=settings.trace,
+        trace=trace,
     )
-    return reads
 
 
 def _check(reads: DrafterReads, modules: Sequence[Any], vllm_config: VllmConfig) -> None:
@@ -201,6 +210,12 @@ def _check(reads: DrafterReads, modules: Sequence[Any], vllm_config: VllmConfig)
     parallel = vllm_config.parallel_config
     if parallel.world_size > 1 or parallel.decode_context_parallel_size > 1:
         raise ValueError(f"method {name} runs on one device; {parallel.world_size} were asked for")
+    reach, served = speculative.draft_model_config.max_model_len, vllm_config.model_config.max_model_len
+    if reach < served:
+        raise ValueError(
+            f"this drafter's positions end at {reach}, but {served} are served; serve a copy: "
+            f"python -m harness.engines.vllm.drafter_copy DRAFTER FOLDER --context {served}"
+        )
     zlab = config.family == "dflash"
     if zlab and (config.softcap is not None or config.output_multiplier != 1.0):
         raise ValueError("this drafter scales or caps its logits, which vLLM's DFlash does not; use engine=reference")
@@ -301,13 +316,12 @@ class KeyRotary(nn.Module):
             angle = rows[:, None] * freq
             table[start : start + len(rows)] = torch.cat((angle.cos(), angle.sin()), -1) * rope.mscale
 
-    def turn_keys(self, positions: Tensor, keys: Tensor) -> Tensor:
-        """``keys [n, Hkv * d]`` turned to ``positions [n]``; may be in place."""
-        return self.rotary(positions, keys)[0]
-
-    def forward(self, positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """As the attention modules of vLLM's drafters call it."""
-        return query, self.turn_keys(positions, key)
+    def forward(self, positions: Tensor, query: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """As vLLM calls its own: with a block's queries and keys, or with context keys alone in the query's place.
+        Keys ``[n, Hkv * d]`` are turned to ``positions [n]``, maybe in place."""
+        if key is None:
+            return self.rotary(positions, query)
+        return query, self.rotary(positions, key)[0]
 
 
 def split_pages(kv_cache: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:

@@ -68,7 +68,8 @@ class _Planned:
         layer, None in a dry run. As vLLM's own (``qwen3_dflash.py``), whose projections it calls.
         """
         reads = self.reads
-        if reads is None or reads.stock:
+        cpu = context_states.device.type == "cpu"
+        if reads is None or (reads.stock and not cpu):
             super().precompute_and_store_context_kv(  # type: ignore[misc]
                 context_states, context_positions, context_slot_mapping
             )
@@ -77,17 +78,18 @@ class _Planned:
         if not hasattr(inner, "_num_attn_layers"):
             inner._build_fused_kv_buffers()
         layers = inner._num_attn_layers
-        keys, values = inner._project_context_kv(
-            context_states, count, layers, inner._num_kv_heads, inner._head_dim
-        )
-        raw = inner._normalize_context_k(keys)  # [L, n, Hkv, d]
+        keys, values = inner._project_context_kv(context_states, count, layers, inner._num_kv_heads, inner._head_dim)
+        if cpu:
+            # vLLM 0.28.0's rms_norm on a CPU takes the first layer's weights for all layers.
+            modules = [layer.self_attn for layer in inner.layers]
+            raw = torch.stack([module.k_norm(keys[index]) for index, module in enumerate(modules)])
+        else:
+            raw = inner._normalize_context_k(keys)  # [L, n, Hkv, d]
         turned = torch.empty_like(raw)
         for rotary in dict.fromkeys(reads.rotaries):
             chosen = [index for index in range(layers) if reads.rotaries[index] is rotary]
             flat = raw[chosen].reshape(len(chosen) * count, -1)
-            turned[chosen] = rotary.turn_keys(context_positions.repeat(len(chosen)), flat).view(
-                len(chosen), *raw.shape[1:]
-            )
+            turned[chosen] = rotary(context_positions.repeat(len(chosen)), flat)[0].view(len(chosen), *raw.shape[1:])
         if context_slot_mapping is None:
             return
         slots = (

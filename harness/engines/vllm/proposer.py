@@ -18,6 +18,7 @@ from harness.engines.vllm import activity, plugin
 from harness.engines.vllm.attention import DrafterReads
 from harness.engines.vllm.models import drafter_config
 from harness.engines.vllm.target import TargetAttention
+from methods.cmr import CMR
 
 
 class PlannedProposer(DFlashProposer):
@@ -43,7 +44,7 @@ class PlannedProposer(DFlashProposer):
     def load_model(self, target_model: torch.nn.Module) -> None:
         super().load_model(target_model)
         reads = self.reads
-        if reads is not None and reads.method.name == "cmr":
+        if reads is not None and isinstance(reads.method, CMR):
             self._attention = TargetAttention(self.vllm_config, self._draft_attn_layer_names, reads.block + 1)
 
     @property
@@ -119,6 +120,7 @@ class PlannedProposer(DFlashProposer):
             self._request = request_id
             limit = self.runner.requests[request_id].sampling_params.max_tokens
             reads.begin(request_id, prompt, limit)
+            reads.reading = False
         wanted = reads.reading and reads.reader.wants_target_attention()
         reads.reading = upper >= prompt
         self._context = upper - rejected

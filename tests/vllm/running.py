@@ -1,0 +1,131 @@
+"""A real engine in this process, the method switched in place, drafts replaced by partly right ones."""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+
+from harness.engines.vllm import activity, attention
+from harness.engines.vllm.plugin import Settings
+from harness.engines.vllm.target import TargetAttention
+from methods.cmr import CMR
+from methods.reading import Method
+from tests.vllm.pairs import VOCAB, Pair
+
+# The engine core in this process, so that tests see inside; no look at the Hub, no threads bound to cores.
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+@dataclass
+class Run:
+    """One request: its output, what the plugin reported, and the drafts of its rounds."""
+
+    output: list[int]
+    report: dict[str, Any]
+
+    @property
+    def drafts(self) -> list[dict[str, Any]]:
+        return self.report["drafts"]
+
+
+class Running:
+    """vLLM with the pair, opened with a method that keeps all unrotated keys so that any method can follow.
+
+    chunk: prompt tokens a step. context: ``max_model_len``.
+    """
+
+    def __init__(self, pair: Pair, method: str, options: dict[str, Any], *, context: int, chunk: int, **more: Any):
+        arguments = {
+            "skip_tokenizer_init": True,
+            "enforce_eager": True,
+            "max_model_len": context,
+            "max_num_seqs": 1,
+            "max_num_batched_tokens": chunk,
+            "enable_prefix_caching": False,
+            "block_size": 32,
+            "seed": 0,
+            "kv_cache_memory_bytes": 96 << 20,
+            "additional_config": {"fold_bench": {"method": method, "options": options, "trace": True}},
+        }
+        with mock.patch.dict(os.environ, ENVIRONMENT):
+            from vllm import LLM
+
+            self.llm = LLM(**pair.engine_arguments(), **arguments | more)
+        self.pair = pair
+        core = self.llm.llm_engine.engine_core.engine_core
+        self.runner = core.model_executor.driver_worker.worker.model_runner
+        self.drafter = self.runner.drafter
+
+    @property
+    def reads(self) -> attention.DrafterReads:
+        return self.drafter.model.reads
+
+    def use(self, method: Method) -> None:
+        """From the next request on, read by another method. The side cache stays as the engine allocated it."""
+        from vllm.config import set_current_vllm_config
+
+        old, model, config = self.reads, self.drafter.model, self.runner.vllm_config
+        new = attention.DrafterReads(Settings(method, True), old.config, config, torch.device("cpu"))
+        new.stock = False  # the pages are laid out for the reader
+        new.attentions, new.sides = old.attentions, old.sides
+        for layer in new.attentions:
+            layer.impl.reads = new
+        with set_current_vllm_config(config):
+            attention.give_rotaries(new, [layer.self_attn for layer in model.model.layers])
+        model.reads = new
+        attention.open_activity(new, type(model).__name__, trace=True)
+        if isinstance(method, CMR) and self.drafter._attention is None:
+            names = self.drafter._draft_attn_layer_names
+            self.drafter._attention = TargetAttention(config, names, new.block + 1)
+
+    def generate(self, prompt: list[int], limit: int, guide: Guide | None = None) -> Run:
+        """Decode greedily. With a ``guide`` its drafts are verified instead of the drafter's own, which are traced all
+        the same."""
+        from vllm import SamplingParams
+
+        own = self.drafter.propose
+        if guide is not None:
+            self.drafter.propose = lambda *args, **named: guide(own(*args, **named), self.drafter._context)
+        try:
+            parameters = SamplingParams(temperature=0, max_tokens=limit, ignore_eos=True, detokenize=False)
+            done = self.llm.generate([{"prompt_token_ids": prompt}], parameters, use_tqdm=False)[0]
+        finally:
+            self.drafter.propose = own
+        return Run(list(done.outputs[0].token_ids), activity.report())
+
+    def close(self) -> None:
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm, self.runner, self.drafter
+
+
+class Guide:
+    """Drafts that are right up to a random slot, 0 to K, and wrong there."""
+
+    def __init__(self, sequence: list[int], seed: int):
+        """``sequence``: prompt and the continuation the target will take."""
+        self.sequence, self.random = sequence, random.Random(seed)
+
+    def __call__(self, drafts: torch.Tensor, context: int) -> torch.Tensor:
+        count = drafts.shape[1]
+        right = self.sequence[context + 1 : context + 1 + count]
+        right += [0] * (count - len(right))
+        keep = self.random.randint(0, count)
+        wrong = [(token + 1) % VOCAB for token in right[keep:]]
+        return torch.tensor([right[:keep] + wrong], dtype=drafts.dtype)
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    """Random tokens that are no special ones."""
+    draw = random.Random(seed)
+    return [draw.randrange(3, VOCAB - 1) for _ in range(length)]
