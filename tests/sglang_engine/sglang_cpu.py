@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+SERVER_ARGS: list[Any] = []  # what this process was started with
 _KEPT: list[Any] = []  # a torch.library.Library must outlive what it defines
 
 
@@ -47,9 +48,11 @@ def start_sglang() -> None:
         model_path="none",
         device="cpu",
         skip_tokenizer_init=True,
+        page_size=1,
         disable_cuda_graph=True,
         attention_backend="torch_native",
     )
+    SERVER_ARGS.append(args)
     runtime_context.publish(args, role="scheduler")
     parallel = runtime_context.get_parallel().override(tp_size=1, tp_rank=0)
     parallel.__enter__()

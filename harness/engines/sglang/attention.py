@@ -1,7 +1,7 @@
 """The draft worker's attention backend: SGLang calls it where it would call FlashAttention, and it reads by the method.
 
-SGLang knows attention backends by name and falls back silently from a name that it does not know, so this one keeps the
-name ``fa3``: :func:`backend_factory` stands in ``ATTENTION_BACKENDS["fa3"]`` and returns it for draft runners only.
+SGLang knows attention backends by name and falls back silently from a name that it does not know, so this one keeps
+FlashAttention's: :func:`backend_factory` stands in ``ATTENTION_BACKENDS["fa3"]`` and returns it for draft runners only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from torch import Tensor
 from harness.engines.sglang.session import DraftSession, PluginError, current
 from harness.engines.sglang.target_attention import TargetQueries
 
-NAME = "fa3"
 # What SGLang calls the two graphs of its length dispatch (model_executor/runner/decode_cuda_graph_runner.py).
 SHORT, LONG = "dense", "sparse"
 

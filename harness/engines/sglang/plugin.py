@@ -54,8 +54,9 @@ def _hook() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
     from harness.engines.sglang import attention, workers
+    from harness.engines.sglang.session import BACKEND
 
-    ATTENTION_BACKENDS[attention.NAME] = attention.backend_factory(ATTENTION_BACKENDS[attention.NAME])
+    ATTENTION_BACKENDS[BACKEND] = attention.backend_factory(ATTENTION_BACKENDS[BACKEND])
     source = HookSource(plugin_name=PLUGIN, dist_name="fold-bench")
     for target, name in WORKERS.items():
         HookRegistry.register(target, getattr(workers, name), HookType.REPLACE, source=source)

@@ -35,6 +35,7 @@ from methods.reading import (
 )
 
 DFLASH, DSPARK = "DFLASH", "DSPARK"
+BACKEND = "fa3"  # FlashAttention's name in SGLang's registry of attention backends
 # Rounds of a request whose commits are remembered on the device; far beyond any generation limit of the paper.
 MOST_ROUNDS = 1 << 17
 
@@ -158,6 +159,15 @@ class DraftSession:
     def open_rounds(self, device: torch.device | str) -> None:
         """Room for the commits of a request's rounds, which stay on the device until they are asked for."""
         self.commits = torch.zeros(MOST_ROUNDS, dtype=torch.int32, device=device)
+
+    def check_backend(self, runner: Any) -> None:
+        """The draft runner's attention backend was made. Raises PluginError if it is not the one that was asked for."""
+        name, made = str(runner.draft_attention_backend), runner.attn_backend
+        if name != BACKEND or (not self.stock and made is not self.backend):
+            raise PluginError(
+                f"SGLang made the draft attention backend {_path(type(made))} ({name}): start it with "
+                f"--speculative-draft-attention-backend {BACKEND}"
+            )
 
     @property
     def dispatches(self) -> bool:

@@ -25,6 +25,11 @@ class _Told:
         self.fold_bench.open_rounds(self.model_runner.device)
         self.fold_bench.open_pools(max_context=int(self.model_runner.req_to_token_pool.req_to_token.shape[1]))
 
+    def init_attention_backends(self) -> None:
+        """SGLang falls back from a backend's name without a word: see what it has really made."""
+        super().init_attention_backends()  # type: ignore[misc]
+        self.fold_bench.check_backend(self.draft_model_runner)
+
     def init_cuda_graphs(self) -> None:
         """A method that chooses entries on the host is read outside of graphs."""
         if self.fold_bench.in_graph:
