@@ -50,7 +50,10 @@ from methods.reading import (
 from methods.rope import Rope, compute_dtype, turn
 from methods.turned import PackedEntries
 
-__all__ = ["Attend", "DeviceRope", "Merge", "PagedLayer", "PagedReader", "Place", "Rotate"]
+__all__ = [
+    "Attend", "Call", "DeviceRope", "Fused", "Merge", "PagedLayer", "PagedReader", "Place", "Rotate", "Tally",
+    "torch_attend", "torch_merge", "torch_rotate",
+]  # fmt: skip
 
 UNBOUNDED = 2**62
 
@@ -122,14 +125,56 @@ class Attend(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One attention call of a read, as :class:`Attend` takes it: over ``min(max(0, length + shift), most)`` keys, with
+    logits of ``scale * sharpen``."""
+
+    query: Tensor
+    keys: Tensor
+    values: Tensor
+    table: Tensor | None
+    length: Tensor
+    scale: float
+    shift: int = 0
+    most: int | None = None
+    left: int | None = None
+    right: int | None = None
+    sharpen: float = 1.0
+
+
+class Fused(Protocol):
+    """Calls whose queries have one shape, executed and merged at once: ``out [R, Hq, dv]`` and log mass ``[R, Hq]``."""
+
+    def __call__(self, calls: Sequence[Call]) -> tuple[Tensor, Tensor]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Tally:
+    """What a read adds to the counts of a request, in device memory: ``counted [n] += min(max(0, (N - terms[0]) *
+    terms[1]), terms[2])``, int64, ``terms [3, n]``. Counted by the read itself, it proves that the read ran, in a CUDA
+    graph too."""
+
+    terms: Tensor
+    counted: Tensor
+
+
 class Rotate(Protocol):
     """The query turned for its reads: ``q [B, Hq, d]`` to positions ``N + r`` and, if ``far``, to that place.
 
-    ``length`` int32 ``[1]`` on the device: N. ``scaling``: the factor of each row that both copies carry.
+    ``length`` int32 ``[1]`` on the device: N. ``scaling``: the factor of each row that both copies carry. ``tally``:
+    counts to bring up to date on the way.
     """
 
     def __call__(
-        self, q: Tensor, length: Tensor, rope: DeviceRope, *, far: Place | None, scaling: LogQueryScale | None
+        self,
+        q: Tensor,
+        length: Tensor,
+        rope: DeviceRope,
+        *,
+        far: Place | None,
+        scaling: LogQueryScale | None,
+        tally: Tally | None = None,
     ) -> tuple[Tensor, Tensor | None]: ...
 
 
@@ -192,9 +237,18 @@ def torch_attend(
 
 
 def torch_rotate(
-    q: Tensor, length: Tensor, rope: DeviceRope, *, far: Place | None, scaling: LogQueryScale | None
+    q: Tensor,
+    length: Tensor,
+    rope: DeviceRope,
+    *,
+    far: Place | None,
+    scaling: LogQueryScale | None,
+    tally: Tally | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """:class:`Rotate` in torch: float64 angles, cosines and sines rounded."""
+    if tally is not None:
+        offset, times, most = tally.terms
+        tally.counted.add_(((length - offset) * times).clamp(min=0).minimum(most))
     exact = compute_dtype(q.dtype)
     row = torch.arange(q.shape[0], device=q.device)
     query = q.to(exact)
@@ -247,14 +301,16 @@ class PagedReader:
         attend: Attend = torch_attend,
         rotate: Rotate = torch_rotate,
         merge: Merge = torch_merge,
+        fused: Fused | None = None,
     ):
-        """``max_context``: most context entries a request can reach; ``dtype`` of queries, keys and values."""
+        """``max_context``: most context entries a request can reach; ``dtype`` of queries, keys and values. ``fused``
+        takes all calls that it can, ``attend`` and ``merge`` the others."""
         self.method = method
         self.geometry = geometry
         self.rows = geometry.block
         self.capacity = max_context
         self.dtype, self.device = dtype, torch.device(device)
-        self.attend, self.rotate, self.merge = attend, rotate, merge
+        self.attend, self.rotate, self.merge, self.fused = attend, rotate, merge, fused
         self.state: RetrievalState | None = None
         self.packed: PackedEntries | None = None
         self.context: _PagedContext | None = None
@@ -269,8 +325,11 @@ class PagedReader:
 
         self.block_length = torch.tensor([self.rows], dtype=torch.int32, device=self.device)
         terms = [_terms(plan, self.rows, first=index == 0) for index, plan in enumerate(self.plans)]
-        self.terms = torch.tensor(terms, dtype=torch.int64, device=self.device).transpose(1, 2)
         self.counted = torch.zeros(len(terms[0]), dtype=torch.int64, device=self.device)
+        self.tallies = [
+            Tally(torch.tensor(list(zip(*layer, strict=True)), dtype=torch.int64, device=self.device), self.counted)
+            for layer in terms
+        ]
         self.retrieved = [0, 0]  # entries that the host chose: read, and of them read out of their place
 
     @property
@@ -360,19 +419,16 @@ class PagedReader:
             raise ValueError(f"{self.method.name} reads unrotated keys of layer {layer}, and there are none")
         if self.host_driven:
             self._check_told(int(length))
-        coefficients = self.terms[layer]
-        self.counted += ((length - coefficients[0]) * coefficients[1]).clamp(min=0).minimum(coefficients[2])
-
         plan, rope = self.plans[layer], self.ropes[layer]
         near, far = _near_and_far(plan)
-        turned, second = self.rotate(q, length, rope, far=_second_place(near, far), scaling=plan.query_scale)
+        turned, second = self.rotate(
+            q, length, rope, far=_second_place(near, far), scaling=plan.query_scale, tally=self.tallies[layer]
+        )
         parts = self._near(layer, near, q, turned, second, pages, length)
         if far is not None:
             assert second is not None and pages.raw_keys is not None
             parts += self._far(layer, far, q, second, pages, length)
-        if len(parts) == 1 and not (self.observes and far is not None):
-            return parts[0].out
-        out, mass = self.merge([p.out for p in parts], [p.lse for p in parts], [p.sharpen for p in parts])
+        out, mass = self._execute(parts)
         if self.observes and far is not None:
             self._observe(layer, turned, pages, mass)
         return out
@@ -393,16 +449,17 @@ class PagedReader:
         second: Tensor | None,
         pages: PagedLayer,
         length: Tensor,
-    ) -> list[_Part]:
+    ) -> list[Call | _Part]:
         """The block, and the entries that its branch reads: at true distances, or renumbered."""
         causal, rows = self.geometry.layers[layer].block_causal, self.rows
+        right = 0 if causal else None
         match branch.entries:
             case All():
-                return [self._block_and_context(turned, pages, length, None, causal)]
+                return [self._rotated(turned, pages, length, shift=rows, right=right)]
             case Recent(window):
-                return [self._block_and_context(turned, pages, length, window + rows - 1, causal)]
+                return [self._rotated(turned, pages, length, shift=rows, left=window + rows - 1, right=right)]
             case Sliding(size) if size >= rows:
-                return [self._block_and_context(turned, pages, length, size - 1, causal)]
+                return [self._rotated(turned, pages, length, shift=rows, left=size - 1, right=right)]
             case Sliding(size):
                 return [self._narrow(turned, pages, length, size, causal)]
             case Last(count):
@@ -411,8 +468,7 @@ class PagedReader:
                 parts = self._shared(turned, pages, length, recent, causal)
                 if sinks:
                     assert second is not None
-                    there = (length - recent).clamp(0, sinks)
-                    parts.append(self._call(second, pages.keys, pages.values, pages.table, there))
+                    parts.append(self._rotated(self._as_one_row(second), pages, length, shift=-recent, most=sinks))
                 return parts
             case Retrieved():
                 return self._packed(layer, q, turned, pages, length)
@@ -420,18 +476,16 @@ class PagedReader:
 
     def _far(
         self, layer: int, branch: Branch, q: Tensor, second: Tensor, pages: PagedLayer, length: Tensor
-    ) -> list[_Part]:
+    ) -> list[Call | _Part]:
         """Entries at one shared distance: unrotated keys, met by the second query."""
-        raw, rows, entries = pages.raw_keys, self.rows, branch.entries
-        assert raw is not None
-        right = 0
-        match entries:
+        rows, scale, sharpen = self.rows, self.geometry.scale, branch.sharpen
+        raw, values, table = _unrotated(pages)
+        match branch.entries:
             case Older(window):
-                length = (length - window).clamp(min=0)
+                shift, right = -window, 0
             case SlidingGap(size):
                 # A window narrower than the block leaves entries that even row 0 is beyond.
-                length = (length - max(0, size - rows)).clamp(min=0)
-                right = max(0, rows - size)
+                shift, right = min(0, rows - size), max(0, rows - size)
             case Retrieved(beyond):
                 assert beyond is not None and self.state is not None
                 chosen = self.state.positions(layer, q)
@@ -442,39 +496,49 @@ class PagedReader:
                 self.retrieved[1] += len(chosen)
                 if not len(chosen):
                     return []
-                keys, values = _at(raw, pages.table, chosen)[None], _at(pages.values, pages.table, chosen)[None]
+                keys, values = _at(raw, table, chosen)[None], _at(values, table, chosen)[None]
                 count = torch.tensor([len(chosen)], dtype=torch.int32, device=self.device)
-                return [self._call(second, keys, values, None, count, right=0, sharpen=branch.sharpen)]
+                return [Call(second, keys, values, None, count, scale, right=0, sharpen=sharpen)]
             case _:
-                raise AssertionError(entries)
-        values = pages.values if pages.raw_values is None else pages.raw_values
-        table = pages.table if pages.raw_table is None else pages.raw_table
-        return [self._call(second, raw, values, table, length, right=right, sharpen=branch.sharpen)]
+                raise AssertionError(branch.entries)
+        return [Call(second, raw, values, table, length, scale, shift, right=right, sharpen=sharpen)]
 
-    def _block_and_context(
-        self, turned: Tensor, pages: PagedLayer, length: Tensor, left: int | None, causal: bool
-    ) -> _Part:
-        right = 0 if causal else None
-        return self._call(turned, pages.keys, pages.values, pages.table, length + self.rows, left=left, right=right)
+    def _rotated(
+        self,
+        query: Tensor,
+        pages: PagedLayer,
+        length: Tensor,
+        *,
+        shift: int = 0,
+        most: int | None = None,
+        left: int | None = None,
+        right: int | None = None,
+    ) -> Call:
+        """A call over the rotated keys as they lie."""
+        scale = self.geometry.scale
+        return Call(query, pages.keys, pages.values, pages.table, length, scale, shift, most, left, right)
+
+    def _as_one_row(self, query: Tensor) -> Tensor:
+        """``[B, Hq, d]`` to ``[1, Hkv * B * G, d]``: the block's rows as heads, so that one bound serves them all."""
+        return fold_rows(query, self.geometry.kv_heads).flatten(0, 1)[None]
 
     def _shared(
         self, turned: Tensor, pages: PagedLayer, length: Tensor, count: int, causal: bool
-    ) -> list[_Part]:
-        """The last ``count`` entries for all rows: the rows are folded into heads, so that one bound serves them."""
-        one = fold_rows(turned, self.geometry.kv_heads).flatten(0, 1)[None]
-        end, left = (length, count - 1) if causal else (length + self.rows, count + self.rows - 1)
-        read = self._call(one, pages.keys, pages.values, pages.table, end, left=left)
-        shape = (self.geometry.kv_heads, -1)
-        part = _Part(
-            unfold_rows(read.out[0].unflatten(0, shape), self.rows),
-            unfold_rows(read.lse[0].unflatten(0, shape), self.rows),
-        )
-        return [part, self._block_alone(turned, pages, length, causal)] if causal else [part]
+    ) -> list[Call | _Part]:
+        """The last ``count`` entries for all rows, and the block."""
+        one = self._as_one_row(turned)
+        if not causal:
+            return [self._rotated(one, pages, length, shift=self.rows, left=count + self.rows - 1)]
+        return [self._rotated(one, pages, length, left=count - 1), self._block_alone(turned, pages, length, causal)]
 
-    def _block_alone(self, turned: Tensor, pages: PagedLayer, length: Tensor, causal: bool) -> _Part:
-        at = length + torch.arange(self.rows, device=self.device)
-        keys, values = _at(pages.keys, pages.table, at)[None], _at(pages.values, pages.table, at)[None]
-        return self._call(turned, keys, values, None, self.block_length, right=0 if causal else None)
+    def _block_alone(self, turned: Tensor, pages: PagedLayer, length: Tensor, causal: bool) -> Call:
+        keys, values = self._gathered(pages, length + torch.arange(self.rows, device=self.device))
+        right = 0 if causal else None
+        return Call(turned, keys[None], values[None], None, self.block_length, self.geometry.scale, right=right)
+
+    def _gathered(self, pages: PagedLayer, at: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies of the rotated keys and the values ``[n, Hkv, d]`` of entries ``at [n]``."""
+        return _at(pages.keys, pages.table, at), _at(pages.values, pages.table, at)
 
     def _narrow(self, turned: Tensor, pages: PagedLayer, length: Tensor, size: int, causal: bool) -> _Part:
         """A sliding window narrower than the block, all of which is read: no bound along the diagonal says that."""
@@ -484,48 +548,71 @@ class PagedReader:
         hidden = ((column < row) & (column < size - 1)) | (at < 0)
         if causal:
             hidden |= column - (size - 1) > row
-        at = at.clamp(min=0)
         mask = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, -math.inf)
         group = self.geometry.q_heads // self.geometry.kv_heads
+        keys, values = self._gathered(pages, at.clamp(min=0))
+        query = fold_rows(turned, self.geometry.kv_heads)
         out, lse = attend_folded(
-            fold_rows(turned, self.geometry.kv_heads),
-            _at(pages.keys, pages.table, at).transpose(0, 1),
-            _at(pages.values, pages.table, at).transpose(0, 1),
-            mask.repeat_interleave(group, 0),
-            self.geometry.scale,
+            query, keys.transpose(0, 1), values.transpose(0, 1), mask.repeat_interleave(group, 0), self.geometry.scale
         )
         return _Part(unfold_rows(out, self.rows).to(self.dtype), unfold_rows(lse, self.rows))
 
-    def _packed(self, layer: int, q: Tensor, turned: Tensor, pages: PagedLayer, length: Tensor) -> list[_Part]:
+    def _packed(
+        self, layer: int, q: Tensor, turned: Tensor, pages: PagedLayer, length: Tensor
+    ) -> list[Call | _Part]:
         """Retrieved entries renumbered from 0, read by a query at M + r, and the block by one at N + r."""
         assert self.packed is not None and self.state is not None
         packed = self.packed
         packed.hold(self.state.positions(layer, q))
-        parts = [self._block_alone(turned, pages, length, self.geometry.layers[layer].block_causal)]
-        if packed.count:
-            self.retrieved[0] += packed.count
-            self.retrieved[1] += packed.count if packed.count < int(length) else 0
-            count = torch.tensor([packed.count], dtype=torch.int32, device=self.device)
-            query, _ = self.rotate(q, count, self.ropes[layer], far=None, scaling=None)
-            keys, values = packed.keys[layer].transpose(0, 1)[None], packed.values[layer].transpose(0, 1)[None]
-            parts.append(self._call(query, keys, values, None, count))
-        return parts
+        block = self._block_alone(turned, pages, length, self.geometry.layers[layer].block_causal)
+        if not packed.count:
+            return [block]
+        self.retrieved[0] += packed.count
+        self.retrieved[1] += packed.count if packed.count < int(length) else 0
+        count = torch.tensor([packed.count], dtype=torch.int32, device=self.device)
+        query, _ = self.rotate(q, count, self.ropes[layer], far=None, scaling=None)
+        keys, values = packed.keys[layer].transpose(0, 1)[None], packed.values[layer].transpose(0, 1)[None]
+        return [block, Call(query, keys, values, None, count, self.geometry.scale)]
 
-    def _call(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        table: Tensor | None,
-        length: Tensor,
-        *,
-        left: int | None = None,
-        right: int | None = None,
-        sharpen: float = 1.0,
-    ) -> _Part:
-        scale = self.geometry.scale * sharpen
-        out, lse = self.attend(query, keys, values, table, length, left=left, right=right, scale=scale)
-        return _Part(out, lse, sharpen)
+    # --------------------------------------------------------------------------------------------------- execution
+
+    def _execute(self, parts: list[Call | _Part]) -> tuple[Tensor, Tensor]:
+        """All parts, merged: ``out [B, Hq, dv]`` and log mass ``[B, Hq]``."""
+        calls = [part for part in parts if isinstance(part, Call)]
+        done = [part for part in parts if isinstance(part, _Part)]
+        while calls:
+            mates = [call for call in calls if call.query.shape == calls[0].query.shape]
+            if self.fused is None:
+                done.append(self._call(calls.pop(0)))
+            else:
+                out, lse = self.fused(mates)
+                calls = [call for call in calls if not any(call is mate for mate in mates)]
+                done.append(_Part(out, lse))
+        done = [self._as_block(part) for part in done]
+        if len(done) == 1 and done[0].sharpen == 1.0:
+            return done[0].out, done[0].lse
+        return self.merge([p.out for p in done], [p.lse for p in done], [p.sharpen for p in done])
+
+    def _call(self, call: Call) -> _Part:
+        keys = call.length
+        if call.shift or call.most is not None:
+            keys = (keys + call.shift).clamp(min=0, max=call.most)
+        out, lse = self.attend(
+            call.query, call.keys, call.values, call.table, keys,
+            left=call.left, right=call.right, scale=call.scale * call.sharpen,
+        )  # fmt: skip
+        return _Part(out, lse, call.sharpen)
+
+    def _as_block(self, part: _Part) -> _Part:
+        """A part whose rows were read as heads, row by row again."""
+        if part.out.shape[0] == self.rows and part.out.shape[1] == self.geometry.q_heads:
+            return part
+        shape = (self.geometry.kv_heads, -1)
+        return _Part(
+            unfold_rows(part.out[0].unflatten(0, shape), self.rows),
+            unfold_rows(part.lse[0].unflatten(0, shape), self.rows),
+            part.sharpen,
+        )
 
     def _observe(self, layer: int, turned: Tensor, pages: PagedLayer, mass: Tensor) -> None:
         """Hand the state the weights of the window's entries: their logits again, over the total mass."""
@@ -536,7 +623,7 @@ class PagedReader:
         first = max(0, length - (reach - 1))
         at = torch.arange(first, length, device=self.device)
         exact = compute_dtype(self.dtype)
-        keys = _at(pages.keys, pages.table, at).to(exact).transpose(0, 1)
+        keys = self._gathered(pages, at)[0].to(exact).transpose(0, 1)
         logits = fold_rows(turned, self.geometry.kv_heads).to(exact) @ keys.transpose(1, 2) * self.geometry.scale
         logits = unfold_rows(logits, self.rows)
         row = torch.arange(self.rows, device=self.device)[:, None]
@@ -574,8 +661,8 @@ class _PagedContext:
         self.length = 0
         self.layers: Sequence[PagedLayer] = ()
         shape = (len(geometry.layers), geometry.kv_heads, capacity + geometry.block)
-        self.keys = _Lookup(self, "raw_keys", (*shape, geometry.head_dim), dtype, device)
-        self.values = _Lookup(self, "values", (*shape, geometry.value_dim), dtype, device)
+        self.keys = _Lookup(self, True, (*shape, geometry.head_dim), dtype, device)
+        self.values = _Lookup(self, False, (*shape, geometry.value_dim), dtype, device)
 
     def lay(self, length: int, layers: Sequence[PagedLayer]) -> None:
         """The context now has ``length`` entries, in ``layers``."""
@@ -590,7 +677,7 @@ class _Lookup:
     """``tensor[layers, :, entries]`` over pages: what the states use of a cache's ``[L, Hkv, capacity + B, d]``."""
 
     context: _PagedContext
-    kind: str
+    keys: bool  # or values
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
@@ -601,8 +688,11 @@ class _Lookup:
         layers = range(self.shape[0])[chosen] if isinstance(chosen, slice) else chosen
         if isinstance(entries, slice):
             entries = torch.arange(self.shape[2], device=self.device)[entries]
-        held = [self.context.layers[layer] for layer in layers]
-        return torch.stack([_at(getattr(pages, self.kind), pages.table, entries).transpose(0, 1) for pages in held])
+        found = []
+        for layer in layers:
+            keys, values, table = _unrotated(self.context.layers[layer])
+            found.append(_at(keys if self.keys else values, table, entries).transpose(0, 1))
+        return torch.stack(found)
 
     def new_empty(self, shape: tuple[int, ...]) -> Tensor:
         """As a tensor's."""
@@ -660,6 +750,13 @@ def _terms(plan: ReadPlan, rows: int, first: bool) -> list[tuple[int, int, int]]
             case SlidingGap(size):
                 far_term = (max(0, size - rows), 1, UNBOUNDED)
     return [(-1, 1, 1 if first else 0), (0, 1, UNBOUNDED), (0, 1, near_most), far_term, moved]
+
+
+def _unrotated(pages: PagedLayer) -> tuple[Tensor, Tensor, Tensor]:
+    """Unrotated keys, the values beside them, and their table."""
+    assert pages.raw_keys is not None
+    values = pages.values if pages.raw_values is None else pages.raw_values
+    return pages.raw_keys, values, pages.table if pages.raw_table is None else pages.raw_table
 
 
 def _at(stored: Tensor, table: Tensor, entries: Tensor) -> Tensor:

@@ -1,0 +1,117 @@
+"""Which splits and tile a read uses: by a microbenchmark on its actual shapes, once per device and shape (App. B.4).
+
+The choice depends on shapes, bounds and dtype alone, so methods with the same read share it: FOLD and ReRoPE theirs,
+Window and the local read of InfLLM theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from triton.runtime.errors import OutOfResources
+
+from methods.paged import Call
+
+if TYPE_CHECKING:
+    from methods.kernels.split_read import Tile
+
+_chosen: dict[tuple[Any, ...], tuple[int, Tile]] = {}
+REPEATS = 32
+CACHE = 2**28  # bytes, several times the largest device cache
+
+
+def choose(
+    calls: Sequence[Call],
+    longest: int,
+    splits: Sequence[int],
+    tiles: Sequence[Tile],
+    launch: Callable[[Sequence[Call], int, Tile], tuple[Tensor, Tensor]],
+) -> tuple[int, Tile]:
+    """The fastest of ``splits`` and ``tiles`` for calls shaped as these over ``longest`` keys.
+
+    Measured on synthetic keys, outside of graphs: raises RuntimeError if a graph is being captured and the shape is not
+    known yet. Where nothing can be timed (the interpreter on a CPU), the middle of ``splits`` and the first tile.
+    """
+    device = calls[0].query.device
+    key = (device, longest, tuple(splits), tuple(tiles), *(_shape(call) for call in calls))
+    if key not in _chosen:
+        if device.type != "cuda":
+            _chosen[key] = splits[len(splits) // 2], tiles[0]
+        elif torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("a read's splits are not chosen yet: read once before a graph is captured")
+        else:
+            _chosen[key] = _fastest(calls, longest, splits, tiles, launch)
+    return _chosen[key]
+
+
+def chosen() -> dict[str, tuple[int, Tile]]:
+    """What was chosen in this process so far, by device and shape in words: for a run's records."""
+    return {" ".join(map(str, key)): value for key, value in _chosen.items()}
+
+
+def _shape(call: Call) -> tuple[Any, ...]:
+    paged = None if call.table is None else call.keys.shape[1]
+    dims = tuple(call.query.shape), call.keys.shape[2], call.values.shape[3]
+    return (*dims, call.query.dtype, call.left, call.right, paged)
+
+
+def _fastest(
+    calls: Sequence[Call],
+    longest: int,
+    splits: Sequence[int],
+    tiles: Sequence[Tile],
+    launch: Callable[[Sequence[Call], int, Tile], tuple[Tensor, Tensor]],
+) -> tuple[int, Tile]:
+    made = [[_synthetic(call, longest) for call in calls]]
+    # A drafter's other work pushes a read's keys out of the cache, so no copy is read twice in a row.
+    held = sum(x.nbytes for call in made[0] for x in (call.keys, call.values))
+    made += [[_synthetic(call, longest) for call in calls] for _ in range(min(REPEATS - 1, CACHE // held))]
+    best: tuple[float, int, Tile] | None = None
+    for tile in tiles:
+        for count in splits:
+            try:
+                took = _time([lambda read=read, count=count, tile=tile: launch(read, count, tile) for read in made])
+            except OutOfResources:
+                break  # this tile does not fit this device
+            if best is None or took < best[0]:
+                best = took, count, tile
+    if best is None:
+        raise RuntimeError(f"no tile of {', '.join(map(str, tiles))} fits {torch.cuda.get_device_name()}")
+    return best[1:]
+
+
+def _synthetic(call: Call, longest: int) -> Call:
+    """The call over ``longest`` keys, or those that its bound reads, of its own device memory; in shuffled pages if it
+    is paged."""
+    device, kind = call.query.device, call.keys.dtype
+    count = longest if call.left is None else min(longest, call.left + call.query.shape[0])
+    size = count if call.table is None else call.keys.shape[1]
+    pages = -(-count // size)
+    keys, values = (
+        torch.randn(pages, size, *x.shape[2:], dtype=kind, device=device) for x in (call.keys, call.values)
+    )
+    table = None if call.table is None else torch.randperm(pages, device=device).to(call.table.dtype)
+    length = torch.tensor([count], dtype=torch.int32, device=device)
+    query = torch.randn_like(call.query)
+    return replace(call, query=query, keys=keys, values=values, table=table, length=length, shift=0, most=None)
+
+
+def _time(runs: Sequence[Callable[[], object]]) -> float:
+    """Milliseconds of a run, replayed from a graph so that the host's launches do not count."""
+    runs[0]()  # compile
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for number in range(REPEATS):
+            runs[number % len(runs)]()
+    graph.replay()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / REPEATS
