@@ -48,7 +48,7 @@ def hooked(folder: Path, **options: Any) -> dict[str, str]:
 def command(name: str, *arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
     """fold-submit, fold-status or fold-collect in a process of its own."""
     code = f"import sys; from slurm.{name} import main; sys.exit(main())"
-    path = os.pathsep.join([str(ROOT), *filter(None, [env.pop("PYTHONPATH", "")])])
+    path = os.pathsep.join(filter(None, [str(ROOT), env.pop("PYTHONPATH", ""), os.environ.get("PYTHONPATH")]))
     return subprocess.run(
         [sys.executable, "-c", code, *arguments],
         cwd=cwd,
