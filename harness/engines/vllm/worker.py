@@ -1,31 +1,26 @@
 """The process of one arm: vLLM with its engine core inside, commanded over a socket by ``engine.py``.
 
-``python -m harness.engines.vllm.worker FD`` speaks JSON, one message a call: ``open`` loads the models and says what
-really runs, ``decode`` and ``gaps`` answer a request. An exception is answered with its text and ends the process; so
-does the other end of the socket, which disappears with the parent however that dies. The process leads its own process
-group, which it takes with it.
+``open`` loads the models and says what really runs, ``decode`` and ``gaps`` answer a request.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-import json
 import os
-import queue
 import re
-import signal
-import sys
 import tempfile
-import threading
 from collections.abc import Iterator, Mapping
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from harness.engines.child import serve
 
 if TYPE_CHECKING:
     from vllm import LLM
     from vllm.config import VllmConfig
+
+    from harness.engines.vllm.scheduler import Rounds
 
 # Prompt tokens a step while an output is judged: the judge needs the logits of every row of a step, which for a
 # vocabulary of 248,000 and steps of 8,192 would be 8 GB in float32 beside a full KV cache.
@@ -232,7 +227,7 @@ class Worker:
             "first_token_s": stats.first_token_ts,
             "last_token_s": stats.last_token_ts,
             "cached_tokens": output.num_cached_tokens or 0,
-            "activity": self._activity(seen.request_id),
+            "activity": self._activity(seen),
         }
 
     def gaps(self, prompt_ids: list[int], output_ids: list[int]) -> list[float]:
@@ -258,13 +253,16 @@ class Worker:
             max(entry.logprob for entry in rows[place].values()) - rows[place][ids[place]].logprob for place in places
         ]
 
-    def _activity(self, request_id: str) -> dict[str, Any]:
+    def _activity(self, seen: Rounds) -> dict[str, Any]:
         """Proof of what was active in a request. An arm without our plugin has only its name to give."""
         if self.method is None or not self.plugged:
             return {"method": self.method} if self.method else {}
         report = self._report()
-        if report.pop("request", None) != request_id:
+        if report.pop("request", None) != seen.request_id:
             raise RuntimeError("vLLM's plugin did not see this request")
+        # Where vLLM does not run a drafter it verifies placeholders, which the scheduler cannot tell from drafts.
+        if report["rounds"] < len(seen.commits):
+            raise RuntimeError(f"the drafter ran {report['rounds']} times in {len(seen.commits)} rounds")
         return report
 
     def _report(self) -> dict[str, Any]:
@@ -295,60 +293,5 @@ def _require_plugin() -> None:
         raise RuntimeError(f"the plugin fold_bench does not load: {type(error).__name__}: {error}") from error
 
 
-# ------------------------------------------------------------------------------------------------------- the process
-
-
-def _serve(connection: Connection) -> None:
-    inbox: queue.Queue[bytes] = queue.Queue()
-    threading.Thread(target=_receive, args=(connection, inbox), daemon=True).start()
-    worker: Worker | None = None
-    while True:
-        message = json.loads(inbox.get())
-        operation, arguments = message["call"], message["with"]
-        try:
-            answer: Any
-            if operation == "open":
-                worker = Worker(**arguments)
-                answer = worker.info
-            else:
-                assert worker is not None
-                answer = getattr(worker, operation)(**arguments)
-        except BaseException as error:
-            import traceback
-
-            traceback.print_exc()
-            sys.stderr.flush()
-            _send(connection, {"error": _one_line(error)})
-            raise
-        _send(connection, {"answer": answer})
-
-
-def _send(connection: Connection, value: dict[str, Any]) -> None:
-    connection.send_bytes(json.dumps(value, default=str).encode())
-
-
-def _receive(connection: Connection, inbox: queue.Queue[bytes]) -> None:
-    try:
-        while True:
-            inbox.put(connection.recv_bytes())
-    except (EOFError, OSError):  # the parent has closed its end, or is dead
-        os.killpg(os.getpgid(0), signal.SIGKILL)
-
-
-def _one_line(error: BaseException) -> str:
-    """The innermost cause, which says what went wrong; vLLM wraps it in general advice."""
-    while (inner := error.__cause__) is not None:
-        error = inner
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:600] or 'no message'}"
-
-
-def main() -> None:
-    if os.getpgid(0) != os.getpid():
-        raise SystemExit("this is a part of engine=vllm and is not started by hand")
-    descriptor = int(sys.argv[1])
-    os.set_inheritable(descriptor, False)  # or a grandchild would keep the parent waiting after this process is dead
-    _serve(Connection(descriptor))
-
-
 if __name__ == "__main__":
-    main()
+    serve(Worker, "vllm")
