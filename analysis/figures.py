@@ -1,7 +1,8 @@
 """fold-figures: the paper's Figures 1, 2, 3, 5 and 6 from records and diagnostics, as PDF and PNG.
 
 Figures 2, 5 and 6 come from records. Figures 1 and 3 come from what fold-diagnose leaves: ``latency.csv`` (context in
-tokens, step "AR" or "SD", part, ms) and ``order.csv`` (the order probe). A figure whose input is not there is not made.
+tokens, step "AR" or "SD", part, ms, and if there are several the method) and ``order.csv`` (the order probe). A figure
+whose input is not there is not made.
 """
 
 from __future__ import annotations
@@ -28,7 +29,11 @@ BUCKET_AT = dict(zip(paper.BUCKETS, (11_585, 23_170, 46_341, 92_682, 185_364), s
 
 
 def figure1(latency: pd.DataFrame) -> Figure:
-    """Shares of an AR step and of an SD round by context length, for the first model of `latency`."""
+    """Shares of an AR step and of an SD round by context length; of several methods the original's, else the first."""
+    if "method" in latency:
+        methods = list(dict.fromkeys(latency.loc[latency["step"] == "SD", "method"]))
+        shown = "original" if "original" in methods else next(iter(methods), "")
+        latency = latency[(latency["step"] == "AR") | (latency["method"] == shown)]
     parts = list(dict.fromkeys(latency["part"]))
     with styled():
         figure = Figure(figsize=(6.4, 2.8), layout="constrained")

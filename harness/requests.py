@@ -21,8 +21,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, cast
 
-import zstandard
-
 SCHEMA = "fold-bench-requests/1"
 SUFFIX = ".jsonl.zst"
 # Level and frame options are part of the format: byte-identical files on two machines need them fixed.
@@ -114,6 +112,8 @@ def write_requests(path: Path, requests: Iterable[Request], manifest: Mapping[st
     uncompressed content and of its ids. Raises RequestFileError on a duplicate id and ValueError where a meta value is
     not JSON.
     """
+    import zstandard  # here, so that what only asks for a Request does without
+
     sidecar = manifest_path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -242,6 +242,8 @@ def read_requests(path: Path) -> Iterator[Request]:
 
 
 def _read(path: Path, raw: io.RawIOBase, manifest: Mapping[str, Any]) -> Iterator[Request]:
+    import zstandard
+
     seen: set[str] = set()
     ids_hash = hashlib.sha256()
     number = 0

@@ -41,6 +41,7 @@ fold-diagnose [diagnostic=NAME] [diagnostic.OPTION=VALUE ...] [fold-bench's own 
   diagnostic=distance     the draft block moved away from its context (Finding 1)
   diagnostic=order        which of two context entries came first, read from their features (Finding 2)
   diagnostic=all          the three in one pass over the inputs
+  diagnostic=latency      shares of an AR step and of an SD round by context length (Figure 1); needs no inputs
   diagnostic=decomposition diagnostic.runs=[DIR,...]   window, memory and alpha from the records of fold-bench runs
 
   diagnostic.inputs=N     at most N inputs per benchmark, task and length (null: all)
@@ -50,6 +51,8 @@ fold-diagnose [diagnostic=NAME] [diagnostic.OPTION=VALUE ...] [fold-bench's own 
   diagnostic.positions=N  distance: places in the continuation per input (2)
   diagnostic.recent=N     order: leave out the N most recent entries (null: the drafter's window)
   diagnostic.pairs=N      order: pairs per input and separation (1500)
+  diagnostic.contexts=[..] latency: context lengths in tokens (null: 1024, 2048, ... 131072 as far as the target goes)
+  diagnostic.repeats=N    latency: steps and rounds measured at each length (10)
   run_dir=DIR             where to write (null: results/diagnose/<pair>-<benchmark>)
 
 Everything else is fold-bench's: +model=, benchmark=, methods=, method.window=, ... (fold-bench --help).
@@ -69,6 +72,8 @@ class Options:
     positions: int = 2
     recent: Optional[int] = None  # noqa: UP045
     pairs: int = 1500
+    contexts: Optional[list[int]] = None  # noqa: UP045
+    repeats: int = 10
     runs: list[str] = field(default_factory=list)
 
     def wants(self, name: str) -> bool:
@@ -118,9 +123,10 @@ def parse(arguments: Sequence[str]) -> tuple[Options, list[str]]:
     except OmegaConfBaseException as error:
         raise UserError(f"diagnostic.{error.full_key or error.key}: {str(error).splitlines()[0]}") from None
     assert isinstance(options, Options)
-    if options.name not in (*NAMES, "all", "decomposition"):
-        raise UserError(f"diagnostic={options.name}: choose one of {', '.join((*NAMES, 'all', 'decomposition'))}")
-    for key in ("inputs", "tokens", "stride", "positions", "pairs"):
+    known = [*NAMES, "all", "latency", "decomposition"]
+    if options.name not in known:
+        raise UserError(f"diagnostic={options.name}: choose one of {', '.join(known)}")
+    for key in ("inputs", "tokens", "stride", "positions", "pairs", "repeats"):
         number = getattr(options, key)
         if number is not None and number < 1:
             raise UserError(f"diagnostic.{key}={number}: must be at least 1")
@@ -128,6 +134,8 @@ def parse(arguments: Sequence[str]) -> tuple[Options, list[str]]:
         raise UserError(f"diagnostic.recent={options.recent}: must not be negative")
     if options.shifts is not None and (not options.shifts or min(options.shifts) < 1):
         raise UserError(f"diagnostic.shifts={options.shifts}: give one or more positive distances")
+    if options.contexts is not None and (not options.contexts or min(options.contexts) < 1):
+        raise UserError(f"diagnostic.contexts={options.contexts}: give one or more positive lengths")
     if bool(options.runs) != (options.name == "decomposition"):
         raise UserError("diagnostic=decomposition and diagnostic.runs=[DIR,...] go together")
     # A paper pair's preset names vLLM; Appendix A's diagnostics "use a PyTorch reference implementation".
@@ -136,6 +144,10 @@ def parse(arguments: Sequence[str]) -> tuple[Options, list[str]]:
 
 def _main(arguments: list[str]) -> int:
     options, rest = parse(arguments)
+    if options.name == "latency" and not any(text.startswith("benchmark=") for text in rest):
+        # It reads no benchmark, and random weights have no other than theirs.
+        made_up = any(text.lstrip("+") == "weights=random" for text in rest)
+        rest = [*rest, *(["benchmark=random"] if made_up else [])]
     plans = compose_plans(rest)
     if plans is None:
         return OK
@@ -148,6 +160,9 @@ def _main(arguments: list[str]) -> int:
     out = Path(plan.config.run_dir or Path("results", "diagnose", name)).expanduser()
     if options.name == "decomposition":
         written = _decompose(options.runs, out)
+    elif options.name == "latency":
+        out = out if plan.config.run_dir else out.with_name(f"{plan.config.drafter.name}-latency")
+        written = _latency(options, plan, out)
     else:
         written = _diagnose(options, plan, out)
     for path in written:
@@ -167,6 +182,66 @@ def _decompose(folders: Sequence[str], out: Path) -> list[Path]:
         "Intervals: 95%, paired bootstrap over requests within each length, 2,000 resamples",
     ]
     return decomposition_page(runs).write(out, used_rows(runs), footer)
+
+
+def _latency(options: Options, plan: Plan, out: Path) -> list[Path]:
+    """Measure, context by context; a run that is cut leaves the contexts measured so far."""
+    from dataclasses import asdict
+
+    import pandas as pd
+    import torch
+
+    from harness.config import make_arms
+    from harness.diagnostics.latency import Part, copy_bandwidth, default_contexts, measure
+    from harness.diagnostics.report import latency_page
+    from harness.engines.reference import open_reference
+    from harness.run import target_folder
+    from harness.synthetic import RANDOM
+
+    check(plan)
+    methods = {name: method for name, method, _ in make_arms(plan.arms) if method is not None}
+    if not methods:
+        raise UserError("no method to measure; give method= or methods=")
+    config = plan.config
+    random_weights = config.weights == RANDOM
+    if not random_weights:
+        folder = str(target_folder(config.target))
+        drafter = replace(config.drafter, source=config.drafter.folder_or_id)
+        config = replace(config, target=replace(config.target, source=folder), drafter=drafter)
+    engine = open_reference(config)
+    target, _ = engine.pair
+    contexts = sorted(options.contexts or default_contexts(min(target.max_positions, config.target.max_context)))
+    info = engine.describe(next(iter(methods.values())))
+    bandwidth = copy_bandwidth(target.device)
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    say(f"copy bandwidth {bandwidth / 1e9:.1f} GB/s (read and written bytes)")
+    weights = "random weights at the published shapes" if random_weights else f"weights of {plan.config.target.source}"
+    footer = [
+        f"Pair: target {config.target.name} with drafter {config.drafter.name}, {weights}",
+        f"Reference engine, {info.device}, {info.dtype}, {_device_name(target.device)}; "
+        f"{'CUDA graphs' if info.settings['graphs'] else 'eager'}; {torch.get_num_threads()} CPU threads",
+        f"A made-up context of random keys and values; medians of {options.repeats} steps and rounds",
+        f"Bound: bytes that must be read, each once, over the {bandwidth / 1e9:.1f} GB/s of a large copy "
+        "(bytes read and written) on the same device",
+    ]
+    measured: list[Part] = []
+    written: list[Path] = []
+    for parts in measure(engine, contexts, methods, repeats=options.repeats, bandwidth=bandwidth, say=say):
+        measured += parts
+        table = pd.DataFrame([asdict(part) for part in measured])
+        written = latency_page(table).write(out, table, footer)
+    return written
+
+
+def _device_name(device: Any) -> str:
+    import torch
+
+    from harness.provenance import cpu
+
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(cpu()["model"])
 
 
 def _diagnose(options: Options, plan: Plan, out: Path) -> list[Path]:

@@ -239,6 +239,41 @@ def _short(tokens: int) -> str:
     return f"{tokens // 1024}K" if tokens >= 1024 else str(tokens)
 
 
+# ------------------------------------------------------------------------------------------------------------- latency
+
+
+def latency_page(rows: pd.DataFrame) -> Page:
+    """rows: context, step, method, part, ms, bytes, bound_ms (harness.diagnostics.latency.Part)."""
+    from analysis.figures import figure1
+
+    cells, findings, estimates = [], [], []
+    parts = list(dict.fromkeys(rows["part"]))
+    for key, here in rows.groupby(["context", "step", "method"], sort=False):
+        context, step, method = (str(part) for part in key)
+        total, bound = here["ms"].sum(), here["bound_ms"].sum()
+        name = step if step == "AR" else f"{step} {method}"
+        shares = {row["part"]: 100 * row["ms"] / total for row in here.to_dict("records")}
+        row = [_short(int(context)), name, f"{total:.3f}", f"{bound:.3f}", f"{total / bound:.2f}"]
+        cells.append([*row, *(f"{shares[part]:.1f}%" if part in shares else "" for part in parts)])
+        whole = {"context": int(context), "step": step, "method": method, "ms": round(float(total), 6)}
+        estimates.append({**whole, "bound_ms": round(float(bound), 6)})
+    attention = rows[rows["part"] == "target attention"].set_index(["step", "method", "context"])["ms"]
+    totals = rows.groupby(["step", "method", "context"])["ms"].sum()
+    share = 100 * attention / totals
+    for step, method in dict.fromkeys(zip(rows["step"], rows["method"], strict=True)):
+        of = share[step, method]
+        name = "an AR step" if step == "AR" else f"a round of {method}"
+        shortest, longest = of.index.min(), of.index.max()
+        findings.append(
+            f"Target attention takes {of[shortest]:.1f}% of {name} at {_short(shortest)} and {of[longest]:.1f}% at "
+            f"{_short(longest)}."
+        )
+    header = ["context", "step", "ms", "bound ms", "ms / bound", *parts]
+    tables = [("Time of a step or round, the bound that its reads set, and shares", header, cells)]
+    title = "Latency of an AR step and of an SD round (Figure 1)"
+    return Page("latency", title, findings, tables, estimates, figure1(rows))
+
+
 PAGES: dict[str, Callable[[pd.DataFrame], Page]] = {
     "acceptance": acceptance_page,
     "distance": distance_page,

@@ -122,7 +122,7 @@ def test_records_without_settings_have_no_alpha(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["diagnostic=x"], "diagnostic=x: choose one of acceptance, distance, order, all, decomposition"),
+        (["diagnostic=x"], "diagnostic=x: choose one of acceptance, distance, order, all, latency, decomposition"),
         (["diagnostic.stide=2"], "unknown option 'diagnostic.stide=2'; diagnostic has inputs, tokens, stride"),
         (["diagnostic.stride=two"], "diagnostic.stride"),
         (["diagnostic.stride=0"], "diagnostic.stride=0: must be at least 1"),

@@ -5,6 +5,9 @@ On a GPU the very same functions are captured as CUDA graphs; what is tested her
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,7 @@ import pytest
 import torch
 
 from harness.drafters import parse_config, random_drafter
-from harness.engines.base import Generation
+from harness.engines.base import EngineError, Generation
 from harness.engines.reference.engine import ReferenceEngine
 from harness.engines.reference.fixed import (
     PAGE,
@@ -23,6 +26,7 @@ from harness.engines.reference.fixed import (
     FixedReader,
     chooses_on_host,
     far_from,
+    triton_executors,
 )
 from harness.engines.reference.target import open_target
 from methods import make_method
@@ -33,10 +37,13 @@ from methods.rope import build_rope
 from tests.engines.test_reference_engine import OPTIONS
 from tests.engines.tiny import ARCHITECTURES, INFO, VOCAB, drafter_config, request, save_target
 
+ROOT = Path(__file__).resolve().parents[2]
 FIXED = sorted(set(OPTIONS) - {"infllm", "cmr"})
 
 
-def engines(folder: Path, dtype: torch.dtype = torch.float64, drafter: Any = None) -> list[ReferenceEngine]:
+def engines(
+    folder: Path, dtype: torch.dtype = torch.float64, drafter: Any = None, executors: Executors | None = None
+) -> list[ReferenceEngine]:
     """The ordinary engine and the one of fixed steps, over targets and drafters of the same weights."""
     return [
         ReferenceEngine(
@@ -44,9 +51,9 @@ def engines(folder: Path, dtype: torch.dtype = torch.float64, drafter: Any = Non
             random_drafter(drafter or drafter_config(), dtype=dtype, device="cpu", seed=1),
             prefill_chunk=7,
             info=INFO,
-            executors=executors,
+            executors=each,
         )
-        for executors in (None, Executors())
+        for each in (None, executors or Executors())
     ]
 
 
@@ -293,3 +300,45 @@ def test_dspark_drafts_the_same(tmp_path: Path) -> None:
     assert (got.output_ids, got.commits, got.proposals) == (want.output_ids, want.commits, want.proposals)
     assert set(got.proposals) == {5}
     assert isinstance(fixed._fixed["fold"][1], FixedDrafting)
+
+
+INTERPRETED = """
+import sys
+from pathlib import Path
+import torch
+from harness.engines.reference.fixed import triton_executors
+from tests.engines.test_fixed_steps import engines
+from methods import make_method
+from tests.engines.tiny import request
+
+plain, _ = engines(Path(sys.argv[1]), torch.float32)
+_, fixed = engines(Path(sys.argv[1]), torch.float32, executors=triton_executors(512))
+asked = request(40, 4)
+for name, options in (("fold", {"window": 16}), ("streamingllm", {"sinks": 2, "recent": 14})):
+    method = make_method(name, **options)
+    want, got = plain.decode(asked, method), fixed.decode(asked, method)
+    assert (got.output_ids, got.commits) == (want.output_ids, want.commits), name
+    assert got.activity["far_entries_read"] == want.activity["far_entries_read"], name
+print("equal")
+"""
+
+
+@pytest.mark.slow
+def test_the_triton_kernels_decode_the_same_in_the_interpreter(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    save_target("llama", tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED, str(tmp_path)],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "equal"), done.stderr[-2000:]
+
+
+def test_graphs_without_triton_are_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("methods.kernels.unavailable", lambda: "Triton is not installed: pip install triton")
+    with pytest.raises(EngineError, match=r"Triton is not installed.*engine.graphs=false runs without"):
+        triton_executors(512)

@@ -11,7 +11,7 @@ from harness.drafters import DrafterError, load_drafter, parse_config, random_dr
 from harness.engines.base import EngineError, EngineInfo
 from harness.engines.device import device_uuid, pick_device, pick_dtype
 from harness.engines.reference.engine import ReferenceEngine
-from harness.engines.reference.fixed import executors_of
+from harness.engines.reference.fixed import triton_executors
 from harness.engines.reference.target import open_target, random_target
 from harness.synthetic import RANDOM, SEED
 
@@ -65,7 +65,8 @@ def open_reference(config: RunConfig) -> ReferenceEngine:
             "dtype": str(dtype).removeprefix("torch."),
         },
     )
-    executors = executors_of(device) if engine.graphs and device.type == "cuda" else None
+    graphs = engine.graphs and device.type == "cuda"
+    executors = triton_executors(target.max_positions) if graphs else None
     return ReferenceEngine(target, drafter, prefill_chunk=engine.prefill_chunk, info=info, executors=executors)
 
 

@@ -64,8 +64,9 @@ class DenseTarget:
         self._scale = self._dim**-0.5
         self._rope = build_rope(dict(config.rope_parameters), self._dim)
         self.embedding = tensors.take("model.embed_tokens.weight", (self.vocab, self._hidden))
-        tied = config.tie_word_embeddings
-        self.head = self._pack(self.embedding if tied else tensors.take("lm_head.weight", (self.vocab, self._hidden)))
+        self._tied = config.tie_word_embeddings
+        own = None if self._tied else tensors.take("lm_head.weight", (self.vocab, self._hidden))
+        self.head = self._pack(self.embedding if own is None else own)
         self._norm = tensors.take("model.norm.weight", (self._hidden,))
         self._layers = [self._load_layer(tensors, f"model.layers.{i}.", config) for i in range(self.layers)]
         self._weights = tensors.nbytes
@@ -145,6 +146,10 @@ class DenseTarget:
         self.length = stop
         return step
 
+    def has_fixed(self, rows: int) -> bool:
+        """Whether passes of so many rows are fixed steps."""
+        return rows in self._fixed_rows
+
     def fixed_pass(self, rows: int, taps: Sequence[int]) -> FixedPass:
         """The fixed step of so many rows; made, and on a GPU captured, when first asked for."""
         key = (rows, tuple(taps))
@@ -209,6 +214,16 @@ class DenseTarget:
         position = self.length - self._last_query.shape[1] + row
         return row_weights(self._last_query[:, row], self._keys[-1, :, : position + 1], self._scale)
 
+    def pretend(self, length: int) -> None:
+        for held in (self._keys, self._values):
+            held[:, :, :length].normal_()
+        self.length = self._marked = length
+
+    def read_bytes(self, length: int) -> dict[str, int]:
+        per_entry = 2 * self.layers * self._kv_heads * self._dim * self._keys.element_size()
+        unread = 0 if self._tied else self.embedding.nbytes
+        return {"weights": self._weights - unread, "attention": per_entry * length}
+
     def nbytes(self) -> dict[str, int]:
         return {"weights": self._weights, "cache": self._keys.nbytes + self._values.nbytes}
 
@@ -237,28 +252,31 @@ class FixedPass:
         self.step.capture()
 
     def _compute(self) -> tuple[Step, Tensor]:
-        target, rows = self._target, len(self.ids)
+        target = self._target
         places = self.start + self._row
-        stop = self.start + rows
 
         def read(index: int, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            held_keys, held_values = target._keys[index], target._values[index]
-            held_keys.index_copy_(1, places, keys)
-            held_values.index_copy_(1, places, values)
-            out, _ = self._attend(
-                q.transpose(0, 1),
-                held_keys.transpose(0, 1)[None],
-                held_values.transpose(0, 1)[None],
-                None,
-                stop,
-                left=None,
-                right=0,
-                scale=target._scale,
-            )
-            return out.transpose(0, 1)
+            target._keys[index].index_copy_(1, places, keys)
+            target._values[index].index_copy_(1, places, values)
+            return self.attend_layer(index, q)
 
         cos, sin = (table.index_select(0, places)[:, None] for table in (target._cos, target._sin))
         return target._through(self.ids, cos, sin, read, self._taps, last_only=False)
+
+    def attend_layer(self, index: int, q: Tensor) -> Tensor:
+        """``q`` [Hq, R, d] against what the layer holds up to and with these rows."""
+        target = self._target
+        keys, values = (held[index].transpose(0, 1)[None] for held in (target._keys, target._values))
+        stop = self.start + len(self.ids)
+        out, _ = self._attend(q.transpose(0, 1), keys, values, None, stop, left=None, right=0, scale=target._scale)
+        return out.transpose(0, 1)
+
+    def attention_alone(self) -> Fixed[Tensor]:
+        """All layers' attention and nothing else, as a step of its own: how long it takes is its share of a pass."""
+        target = self._target
+        shape = (target._heads, len(self.ids), target._dim)
+        q = torch.randn(shape, dtype=torch.float32, device=target.device).to(target.dtype)
+        return Fixed(lambda: [self.attend_layer(index, q) for index in range(target.layers)][-1], target.device)
 
 
 class RandomTensors:

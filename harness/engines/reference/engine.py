@@ -139,6 +139,48 @@ class ReferenceEngine:
         chosen = rows.gather(1, torch.tensor(output_ids, device=rows.device)[:, None])[:, 0]
         return (rows.max(-1).values - chosen).tolist()
 
+    @torch.inference_mode()
+    def pretend(self, length: int, room: int, method: Method | None) -> Drafting | None:
+        """Lay a made-up context of ``length`` entries, random keys and values, with room for ``room`` tokens, and open
+        a method's rounds on it: for timing, which depends on shapes alone, without a prefill. None for no method.
+
+        Raises EngineError if the target has fewer positions than ``length``; ``room`` may go beyond them.
+        """
+        target, drafter = self._target, self._drafter
+        self._prompt = None
+        block = 0 if drafter is None else drafter.config.proposals + 1
+        capacity = length + room + block
+        if not 0 < length <= target.max_positions:
+            raise EngineError(f"a context of {length} entries: the target has positions 1 to {target.max_positions}")
+        target.reserve(capacity)
+        target.pretend(length)
+        if method is None:
+            self._ready(1, ())
+            return None
+        if drafter is None:
+            raise EngineError(f"method {method.name} needs a drafter, and none is loaded")
+        context = self._open_context(drafter, capacity)
+        context.keys.normal_()
+        context.values.normal_()
+        context.length = length
+        self._ready(drafter.config.proposals + 1, self._taps)
+        return self._open_drafting(method, drafter, context, RequestGeometry(length, room, drafter.config.block))
+
+    @torch.inference_mode()
+    def step(self, token: int) -> int:
+        """One autoregressive step: the token after ``token``."""
+        return self.sample(self._target.forward([token]).logits)[0]
+
+    @torch.inference_mode()
+    def round(self, anchor: int, drafting: Drafting) -> list[int]:
+        """One round after ``anchor``: what it committed."""
+        return self._verify(anchor, drafting.draft(anchor), drafting)
+
+    def sample(self, logits: Tensor) -> list[int]:
+        """Greedy tokens of [R, vocab] logits, handed to the host."""
+        # max, because bf16 argmax takes six times as long on a CPU
+        return logits.max(-1).indices.tolist()
+
     def close(self) -> None:
         """Nothing outlives the object."""
         self._prompt = self._storage = None
@@ -213,10 +255,10 @@ class ReferenceEngine:
         target = self._target
         target.rewind()
         self._ready(1, ())
-        output = _best(prompt.first_logits)
+        output = self.sample(prompt.first_logits)
         first_s = last_s = time.perf_counter()
         while (finish := _finished(output, request)) is None:
-            output += _best(target.forward(output[-1:]).logits)
+            output += self.sample(target.forward(output[-1:]).logits)
             last_s = time.perf_counter()
         return Generation(
             output_ids=output,
@@ -241,7 +283,7 @@ class ReferenceEngine:
         geometry = RequestGeometry(len(request.prompt_ids), request.max_new_tokens, drafter.config.block)
         self._ready(drafter.config.proposals + 1, self._taps)
         drafting = self._open_drafting(method, drafter, context, geometry)
-        output = _best(prompt.first_logits)
+        output = self.sample(prompt.first_logits)
         commits: list[int] = []
         proposals: list[int] = []
         overrun, draft_s, verify_s = 0, 0.0, 0.0
@@ -283,7 +325,7 @@ class ReferenceEngine:
         target, start, reader = self._target, self._target.length, drafting.reader
         wants_attention = reader.wants_target_attention()
         step = target.forward([anchor, *drafts], taps=self._taps)
-        answers = _best(step.logits)
+        answers = self.sample(step.logits)
         accepted = 0
         while accepted < len(drafts) and drafts[accepted] == answers[accepted]:
             accepted += 1
@@ -295,11 +337,6 @@ class ReferenceEngine:
         if weights is not None:
             reader.target_attention(weights)
         return [*drafts[:accepted], answers[accepted]]
-
-
-def _best(logits: Tensor) -> list[int]:
-    """Greedy tokens of [R, vocab] logits; ``max`` because bf16 ``argmax`` takes six times as long on a CPU."""
-    return logits.max(-1).indices.tolist()
 
 
 def _finished(output: Sequence[int], request: Request) -> Finish | None:

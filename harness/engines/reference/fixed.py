@@ -23,8 +23,19 @@ import torch
 from torch import Tensor
 
 from harness.drafters import Drafter
+from harness.engines.base import EngineError
 from methods.cache import ContextCache, DrafterGeometry
-from methods.paged import Attend, Merge, PagedLayer, PagedReader, Rotate, torch_attend, torch_merge, torch_rotate
+from methods.paged import (
+    Attend,
+    Fused,
+    Merge,
+    PagedLayer,
+    PagedReader,
+    Rotate,
+    torch_attend,
+    torch_merge,
+    torch_rotate,
+)
 from methods.reading import (
     All,
     Branch,
@@ -58,6 +69,7 @@ class Fixed(Generic[T]):
         self._graph: torch.cuda.CUDAGraph | None = None
         self._result: T | None = None
 
+    @torch.inference_mode()
     def capture(self) -> None:
         """On a GPU, capture the step if it is not yet. The step runs a few times with what its buffers hold."""
         if self._device.type != "cuda" or self._graph is not None:
@@ -75,6 +87,7 @@ class Fixed(Generic[T]):
             self._result = self._step()
         self._graph = graph
 
+    @torch.inference_mode()
     def __call__(self) -> T:
         if self._device.type != "cuda":
             return self._step()
@@ -86,16 +99,22 @@ class Fixed(Generic[T]):
 
 @dataclass(frozen=True)
 class Executors:
-    """What reads a cache on a device: attention, query rotation, merge (``methods.paged``)."""
+    """What reads a cache on a device: attention, query rotation, merge, and all in one (``methods.paged``)."""
 
     attend: Attend = torch_attend
     rotate: Rotate = torch_rotate
     merge: Merge = torch_merge
+    fused: Fused | None = None
 
 
-def executors_of(device: torch.device) -> Executors:
-    """The fastest executors on a device: the Triton kernels on a GPU, torch on a CPU."""
-    return Executors()
+def triton_executors(longest: int) -> Executors:
+    """The Triton kernels, for reads of up to ``longest`` keys. Raises EngineError, one line, where they cannot run."""
+    from methods.kernels import executors
+
+    try:
+        return Executors(**executors(longest))
+    except RuntimeError as error:
+        raise EngineError(f"CUDA graphs need the Triton kernels: {error}; engine.graphs=false runs without") from None
 
 
 @dataclass(frozen=True)
@@ -380,6 +399,26 @@ class FixedDrafting:
         tokens = self._draft[self.reader.choose()]()
         self.reader.round_done()
         return tokens.tolist()
+
+    def replay(self) -> None:
+        """A draft and a commit of what the buffers hold, with no word from or to the host: for timing."""
+        self._draft[self.reader.choose()]()
+        self._commit()
+
+    def attention_alone(self) -> Fixed[Tensor]:
+        """All layers' reads, the rotation of query and block keys among them, as a step of its own."""
+        geometry, reader = self.reader.geometry, self.reader
+        reader.choose()
+        made = [
+            torch.randn(geometry.block, heads, dim, dtype=torch.float32, device=reader.device).to(self.features.dtype)
+            for heads, dim in (
+                (geometry.q_heads, geometry.head_dim),
+                (geometry.kv_heads, geometry.head_dim),
+                (geometry.kv_heads, geometry.value_dim),
+            )
+        ]
+        layers = range(len(geometry.layers))
+        return Fixed(lambda: [reader.read(layer, *made) for layer in layers][-1], reader.device)
 
     def commit(self, features: Tensor, start: int, end: int) -> None:
         """The features ``[K + 1, F * H]`` of a verification, of which ``end - start`` rows are committed."""

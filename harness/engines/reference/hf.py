@@ -10,7 +10,8 @@ when rows of it are dropped: the kept rows are then fed again, since a recurrenc
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,8 @@ class TransformersTarget:
         accepted = inspect.signature(type(model).forward).parameters
         self._cache_name = "cache" if "cache" in accepted else "past_key_values"
         self._watched = _last_full_layer(text)
+        kinds = getattr(text, "layer_types", None) or ["full_attention"] * self.layers
+        self._windows = [text.sliding_window if kind == "sliding_attention" else None for kind in kinds]
         self._cache: Any = None
         self._capacity = 0
         self.length = self._marked = 0
@@ -119,6 +122,27 @@ class TransformersTarget:
         position = self.length - self._query.shape[1] + row
         keys = self._cache.layers[self._watched].storage(0)[0, :, : position + 1]
         return row_weights(self._query[:, row], keys, self._scale)
+
+    @torch.inference_mode()
+    def pretend(self, length: int) -> None:
+        self.forward([0])  # lays out every layer's storage and state
+        for layer in self._cache.layers:
+            if not _recurrent(layer):
+                for which in (0, 1):
+                    layer.storage(which)[:, :, :length].normal_()
+        self._set_length(length)
+        self._fed, self._before = [], None
+        self.mark()
+
+    def read_bytes(self, length: int) -> dict[str, int]:
+        unread = 0 if self._model.get_output_embeddings().weight is self.embedding else self.embedding.nbytes
+        weights = sum(p.nbytes for p in self._model.parameters()) - unread
+        attention = 0
+        for layer, window in zip(self._cache.layers, self._windows, strict=True):
+            if not _recurrent(layer):
+                entries = length if window is None else min(length, window)
+                attention += sum(layer.storage(i)[:, :, :1].nbytes for i in (0, 1)) * entries
+        return {"weights": weights, "attention": attention}
 
     def nbytes(self) -> dict[str, int]:
         weights = sum(p.nbytes for p in self._model.parameters())
@@ -238,7 +262,17 @@ def _layer_bytes(layer: Any) -> int:
 
 # transformers calls attention through a registry of functions; this one remembers the queries of one layer (CMR's
 # score)
-_WATCH: dict[str, Any] = {"layer": None, "query": None}
+_WATCH: dict[str, Any] = {"layer": None, "query": None, "range": nullcontext}
+
+
+@contextmanager
+def around_attention(within: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Open ``within()`` around every attention call of such targets: how a profile finds them."""
+    _WATCH["range"] = within
+    try:
+        yield
+    finally:
+        _WATCH["range"] = nullcontext
 
 
 def _watched_attention(
@@ -249,7 +283,8 @@ def _watched_attention(
     if getattr(module, "layer_idx", None) == _WATCH["layer"]:
         scale = kwargs.get("scaling")
         _WATCH["query"] = (query[0], query.shape[-1] ** -0.5 if scale is None else scale)
-    return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
+    with _WATCH["range"]():
+        return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
 
 
 def _register_attention() -> None:

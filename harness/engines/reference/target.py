@@ -58,6 +58,13 @@ class Target(Protocol):
     def nbytes(self) -> dict[str, int]:
         """Bytes held: weights and cache."""
 
+    def pretend(self, length: int) -> None:
+        """Hold ``length`` entries of random keys and values: for timing, which depends on shapes alone."""
+
+    def read_bytes(self, length: int) -> dict[str, int]:
+        """Bytes that a pass over few rows must read behind ``length`` entries: "weights" (of the embedding table only
+        what is also the head) and "attention" (keys and values that some row sees)."""
+
 
 def open_target(folder: Path, dtype: torch.dtype, device: torch.device) -> Target:
     """Load the target in ``folder``: lean for Llama and Qwen3, ``transformers``' own modules otherwise."""
