@@ -49,7 +49,7 @@ class ArmProcess:
         explain: Callable[[str], str | None],
     ) -> None:
         """module: run with ``python -m``. name: of the engine and arm, in messages. log: takes its output. explain: the
-        reason that the log's end gives for the death of a process that could not answer, None if it gives none."""
+        reason that the log's end gives for a failure, None if it gives none."""
         self._name, self._log, self._explain = name, log, explain
         mine, its = socket.socketpair()
         # -P: what lies in the current folder, a checkout's metadata say, must not stand for what is installed.
@@ -85,7 +85,7 @@ class ArmProcess:
         else:
             if "error" not in answer:
                 return answer["answer"]
-            reason = answer["error"]
+            reason = self._explain(self._end_of_log()) or answer["error"]
         raise EngineError(f"{self._name} could not {DOING.get(call, call)}: {reason}; its log is {self._log}")
 
     def _death(self) -> str:
@@ -187,7 +187,7 @@ class ProcessEngine:
         raise NotImplementedError
 
     def _explain(self, log: str) -> str | None:
-        """The reason that a log's end gives for the death of a process that could not answer, None if it gives none."""
+        """The reason that a log's end gives for a failure; None: what the worker answered."""
         return None
 
     def _ask(self, method: Any | None, call: str, **arguments: Any) -> Any:

@@ -292,6 +292,7 @@ class DraftSession:
             "backend": _path(type(runner.attn_backend)),
             "backend_name": str(getattr(runner, "draft_attention_backend", "")),
             "engine_read": self.stock,
+            "in_graph": self.in_graph,
             "draft_graph": bool(getattr(runner, "decode_cuda_graph_runner", None)),
             "block": self.geometry.block,
             "raw_key_bytes": 0 if self.raw is None else self.raw.nbytes,

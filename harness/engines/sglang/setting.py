@@ -11,15 +11,14 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib import metadata
 from typing import Any
 
+from harness.engines import TESTED, installed_version
 from methods import make_method
 from methods.reading import Method
 
 VARIABLE = "FOLD_BENCH_SGLANG"
-SUPPORTED = "0.5.18"
-ANY_VERSION = "FOLD_BENCH_SGLANG_ANY_VERSION"
+VERSION_VARIABLE = "FOLD_BENCH_SGLANG_VERSION"
 # SGLang puts the models of this package over its own ones (sglang/srt/models/registry.py).
 MODEL_PACKAGE_VARIABLE = "SGLANG_EXTERNAL_MODEL_PACKAGE"
 MODEL_PACKAGE = "harness.engines.sglang.models"
@@ -72,18 +71,15 @@ def read_setting(environ: Mapping[str, str] = os.environ) -> Setting | None:
 def check_version(environ: Mapping[str, str] = os.environ) -> str:
     """The installed version of SGLang. Raises SettingError if it is not there, or another one than this was made for.
 
-    The plugin overrides private classes, which change between versions without a word;
-    ``FOLD_BENCH_SGLANG_ANY_VERSION=1`` lets another one run, after ``make sglang-test`` has passed with it.
+    The plugin overrides private classes, which change between versions without a word. ``FOLD_BENCH_SGLANG_VERSION``
+    names another version to run (``engine.allow_version`` sets it); ``make sglang-test`` should pass with that one.
     """
-    try:
-        found = metadata.version("sglang")
-    except metadata.PackageNotFoundError:
+    found, tested = installed_version("sglang"), TESTED["sglang"]
+    if found is None:
+        raise SettingError("sglang is not installed in this environment; make sglang-env makes one for its tests")
+    if found not in (tested, environ.get(VERSION_VARIABLE)):
         raise SettingError(
-            "sglang is not installed in this environment; make sglang-env makes one that has it"
-        ) from None
-    if found != SUPPORTED and environ.get(ANY_VERSION) != "1":
-        raise SettingError(
-            f"sglang {found} is installed, fold-bench is made for {SUPPORTED}; install that one, or set "
-            f"{ANY_VERSION}=1 once make sglang-test passes with yours"
+            f"sglang {found} is installed, and this package builds on the insides of {tested}: install that one, or "
+            f"try yours with {VERSION_VARIABLE}={found}"
         )
     return found
