@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from sglang.kernels.ops.attention import flash_attention_v3
 from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.distributed.parallel_state_wrapper import ParallelState
 from sglang.srt.layers.attention import flashattention_backend
@@ -164,36 +165,69 @@ def _flash(runner: Any, block: int) -> Any:
 
 
 def flash_in_torch(
-    *,
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    page_table: Tensor,
-    cache_seqlens: Tensor,
-    softmax_scale: float,
-    causal: bool,
-    window_size: tuple[int, int],
+    k: None = None,
+    v: None = None,
+    qv: None = None,
+    rotary_cos: None = None,
+    rotary_sin: None = None,
+    cache_seqlens: Tensor | None = None,
+    cache_batch_idx: None = None,
+    cache_leftpad: None = None,
+    page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: None = None,
+    q_descale: None = None,
+    k_descale: None = None,
+    v_descale: None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: None = None,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: None = None,
+    num_splits: int = 0,
+    pack_gqa: None = None,
     return_softmax_lse: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """FlashAttention 3 with a paged cache of one request, from its documentation: masks are aligned to the bottom
-    right, ``window_size`` is inclusive on both sides and -1 is no bound."""
-    rows, keys = q.shape[0], int(cache_seqlens[0])
+    """FlashAttention 3 over the cache of one request, from its documentation: masks are aligned to the bottom right,
+    ``window_size`` is inclusive on both sides and -1 is no bound.
+
+    Rows ``[T, H, d]`` with ``cu_seqlens_q``, else a batch ``[1, T, H, d]``; the lse is ``[H, T]`` or ``[1, H, T]``.
+    """
+    assert cache_seqlens is not None and softmax_scale is not None and k is None and softcap == 0.0
+    batched = q.dim() == 4
+    assert batched == (cu_seqlens_q is None)
+    queries = q[0] if batched else q
+    rows, keys = queries.shape[0], int(cache_seqlens[0])
     left, right = window_size
     right = 0 if causal else right
-    k = k_cache[page_table[0, :keys].long(), 0].double().repeat_interleave(q.shape[1] // k_cache.shape[2], 1)
-    v = v_cache[page_table[0, :keys].long(), 0].double().repeat_interleave(q.shape[1] // v_cache.shape[2], 1)
+
+    def entries(cache: Tensor) -> Tensor:
+        assert cache.stride(-1) == 1
+        lie = cache[0, :keys] if page_table is None else cache[page_table[0, :keys].long(), 0]
+        return lie.double().repeat_interleave(queries.shape[1] // cache.shape[2], 1)
+
     diagonal = torch.arange(rows)[:, None] + keys - rows
     place = torch.arange(keys)
     hidden = torch.zeros(rows, keys, dtype=torch.bool)
     hidden |= (place < diagonal - left) if left >= 0 else False
     hidden |= (place > diagonal + right) if right >= 0 else False
-    logits = torch.einsum("rhd,nhd->rhn", q.double(), k) * softmax_scale
+    logits = torch.einsum("rhd,nhd->rhn", queries.double(), entries(k_cache)) * softmax_scale
     logits = logits.masked_fill(hidden[:, None], -torch.inf)
     lse = torch.logsumexp(logits, -1)
     weights = torch.exp(logits - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
-    out = torch.einsum("rhn,nhd->rhd", weights, v).to(q.dtype).contiguous()
-    return (out, lse.float().T) if return_softmax_lse else out
+    out = torch.einsum("rhn,nhd->rhd", weights, entries(v_cache)).to(q.dtype).contiguous()
+    lse = lse.float().T.contiguous()
+    if not return_softmax_lse:
+        return out[None] if batched else out
+    return (out[None], lse[None]) if batched else (out, lse)
 
 
 class _DraftRunner:
@@ -328,7 +362,10 @@ class Simulated:
         for module in (dflash_worker_v2, dspark_planner):
             monkeypatch.setattr(module, "assign_extend_cache_locs_func", _cache_locs)
         monkeypatch.setattr(dflash_worker_v2, "assign_req_to_token_pool_func", _write_rows)
-        monkeypatch.setattr(flashattention_backend, "flash_attn_with_kvcache", flash_in_torch)
+        monkeypatch.setattr(flash_attention_v3, "_is_fa3_supported", lambda: True)
+        monkeypatch.setattr(
+            flash_attention_v3, "_load_fa3_kernels", lambda: {"flash_attn_with_kvcache": flash_in_torch}
+        )
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
 
         def prepare(verify: Any, batch: Any, target_worker: Any) -> Any:

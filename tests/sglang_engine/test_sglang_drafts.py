@@ -6,15 +6,19 @@ target is scripted and CUDA kernels are in torch (``simulated.py``).
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from simulated import Pair, Reference, Simulated, raw_config, save_pair
+from sglang.kernels.ops.attention.flash_attention import flash_attn_with_kvcache
+from simulated import WIDTH, Pair, Reference, Simulated, raw_config, save_pair
 
+from harness.engines.sglang import workers
 from harness.engines.sglang.session import PluginError
 from harness.engines.sglang.setting import Setting
+from methods.kernels.flash import FlashAttend
 
 WINDOW = 12
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -69,6 +73,27 @@ def test_drafts_of_requests_in_a_row_are_those_of_the_reference(
         assert proof["commits"] == [min(a, engine.pair.config.proposals) + 1 for a in SCRIPT]
         if not engine.session.stock:
             assert proof["activity"]["rounds"] == len(SCRIPT)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_drafts_by_calls_of_sglangs_flash_attention_are_those_of_the_reference(
+    pairs: dict[str, Pair], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a GPU runs, with SGLang's function and our adapter; only its kernel is in torch."""
+    calls = []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(kwargs)
+        return flash_attn_with_kvcache(*args, **kwargs)
+
+    functools.update_wrapper(counted, flash_attn_with_kvcache)
+    by_flash = {"attend": FlashAttend(counted, WIDTH, ver=3)}
+    monkeypatch.setattr(workers, "executors", lambda device, longest: by_flash)
+    engine = open_engine(pairs["dflash"], name, monkeypatch)
+    for prompt in (43, 9):
+        engine.start(prompt, 64, seed=prompt)
+        assert follow(engine) < CLOSE
+    assert bool(calls) is not engine.session.stock
 
 
 @pytest.mark.parametrize("name", [name for name in OPTIONS if name not in ("original", "yarn")])

@@ -16,9 +16,26 @@ from torch import Tensor
 
 from harness.engines.sglang.session import DraftSession, PluginError, current
 from harness.engines.sglang.target_attention import TargetQueries
+from methods.kernels.flash import FlashAttend
 
 # What SGLang calls the two graphs of its length dispatch (model_executor/runner/decode_cuda_graph_runner.py).
 SHORT, LONG = "dense", "sparse"
+
+
+def executors(device: torch.device, longest: int) -> dict[str, Any]:
+    """What runs the parts of a read, as arguments of :class:`methods.paged.PagedReader`: on a GPU SGLang's
+    FlashAttention 3, with queries turned and parts merged by our Triton kernels; on a CPU, where only tests run, torch.
+
+    longest: most keys of a read.
+    """
+    if device.type == "cpu":
+        return {}
+    from sglang.kernels.ops.attention.flash_attention import flash_attn_with_kvcache
+
+    from methods.kernels.merge import merge
+    from methods.kernels.rotate import rotate
+
+    return {"attend": FlashAttend(flash_attn_with_kvcache, longest, ver=3), "rotate": rotate, "merge": merge}
 
 
 class MethodBackend(AttentionBackend):

@@ -41,7 +41,16 @@ class Arm:
         state = self._state()
         report = check_report(state, self.method, self.options, graphs=spec["graphs"])
         drafter = {"proposals": self.proposals} if self.method else {}
-        proof = ("algorithm", "worker", "model", "backend", "engine_read", "draft_graph", "raw_key_bytes_per_token")
+        proof = (
+            "algorithm",
+            "worker",
+            "model",
+            "backend",
+            "engine_read",
+            "draft_graph",
+            "raw_key_bytes_per_token",
+            "splits",
+        )
         self.info = {
             "name": "sglang",
             "version": version,

@@ -11,6 +11,7 @@ Nothing here imports SGLang, so that the module can be imported, and the method 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from harness.engines.sglang.setting import Setting
 from harness.engines.sglang.side_cache import RawKeys
 from methods import make_method
 from methods.cache import DrafterGeometry
-from methods.paged import Attend, PagedLayer, PagedReader, torch_attend
+from methods.kernels.splits import chosen
+from methods.paged import PagedLayer, PagedReader
 from methods.reading import (
     LayerGeometry,
     Older,
@@ -72,7 +74,6 @@ class DraftSession:
         self.short: PagedReader | None = None  # what the method reads while nothing lies beyond its window
         self.raw: RawKeys | None = None
         self.rotary: OwnRotary | None = None
-        self.attend: Attend = torch_attend
         self.backend: Any = None
         self.queries: Any = None
         self.worker: Any = None
@@ -120,10 +121,11 @@ class DraftSession:
             if layer.self_attn.rotary_emb is not first.rotary_emb:
                 raise PluginError("the draft layers have several rotary embeddings, and SGLang stores keys by one")
 
-    def open_pools(self, *, max_context: int) -> None:
+    def open_pools(self, *, max_context: int, executors: Mapping[str, Any]) -> None:
         """The drafter's KV pool is there: open the reader and the pool of unrotated keys beside it.
 
-        ``max_context``: most context entries of a request. Raises PluginError for a pool of another layout.
+        ``max_context``: most context entries of a request. ``executors``: what of :class:`PagedReader` does not run in
+        torch. Raises PluginError for a pool of another layout.
         """
         if self.stock:
             return
@@ -146,7 +148,7 @@ class DraftSession:
                 max_context=max_context,
                 dtype=dtype,
                 device=keys.device,
-                attend=self.attend,
+                **executors,
             )
 
         self.reader = reader(self.method)
@@ -295,6 +297,7 @@ class DraftSession:
             "in_graph": self.in_graph,
             "draft_graph": bool(getattr(runner, "decode_cuda_graph_runner", None)),
             "block": self.geometry.block,
+            "splits": chosen(),
             "raw_key_bytes": 0 if self.raw is None else self.raw.nbytes,
             "raw_key_bytes_per_token": 0 if self.raw is None else self.raw.nbytes_per_token,
         }

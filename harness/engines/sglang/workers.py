@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 from sglang.srt.speculative.dspark_components.dspark_worker_v2 import DSparkWorkerV2
 from torch import Tensor
 
+from harness.engines.sglang.attention import executors
 from harness.engines.sglang.session import DFLASH, DSPARK, DraftSession, current
 
 
@@ -23,7 +25,9 @@ class _Told:
         """After SGLang's pools, those of the method."""
         super().alloc_memory_pool(*args, **kwargs)  # type: ignore[misc]
         self.fold_bench.open_rounds(self.model_runner.device)
-        self.fold_bench.open_pools(max_context=int(self.model_runner.req_to_token_pool.req_to_token.shape[1]))
+        longest = int(self.model_runner.req_to_token_pool.req_to_token.shape[1])
+        device = torch.device(self.model_runner.device)
+        self.fold_bench.open_pools(max_context=longest, executors=executors(device, longest))
 
     def init_attention_backends(self) -> None:
         """SGLang falls back from a backend's name without a word: see what it has really made."""
