@@ -162,3 +162,16 @@ def test_the_cache_refuses_more_than_was_reserved(tmp_path: Path) -> None:
     target.reserve(4)
     with pytest.raises(EngineError, match="5 positions do not fit the reserved 4"):
         target.forward([1, 2, 3, 4, 5])
+
+
+@pytest.mark.parametrize(("rows", "length"), [(1, 1), (1, 90), (7, 7), (7, 90), (40, 90)])
+def test_attention_beyond_a_cpu_reads_the_same_keys(rows: int, length: int) -> None:
+    """What a GPU prefills with, run here on the CPU."""
+    from harness.engines.reference.attention import _fused, attend
+
+    torch.manual_seed(0)
+    q = torch.randn(4, rows, 16, dtype=torch.float64)
+    keys, values = (torch.randn(2, length + 5, 16, dtype=torch.float64) for _ in range(2))
+    want = attend(q, keys, values, length, 0.3)
+    got = _fused(q, keys[:, :length], values[:, :length], 0.3)
+    assert torch.allclose(got, want, atol=1e-12)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 FEW_ROWS = 32  # rows * group up to about a hundred fit the caches as one product
 BLOCK_ROWS = 128  # prefill rows per product: logits of one block stay in the second-level cache
@@ -73,7 +74,8 @@ def _many_rows(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
 
 def _fused(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
     rows, length = q.shape[1], keys.shape[1]
-    seen = torch.ones(rows, length, dtype=torch.bool, device=q.device).tril(length - rows)
+    # The bias is a word, not a matrix: a mask would keep the flash kernel away and be a gigabyte long at 128K.
+    seen = causal_lower_right(rows, length) if rows > 1 else None
     return F.scaled_dot_product_attention(
         q[None], keys[None], values[None], attn_mask=seen, scale=scale, enable_gqa=True
     )[0]
