@@ -129,20 +129,14 @@ def test_a_served_method_answers_with_the_targets_own_tokens(
     assert re.search(r"fold_bench.*fold", said), "the server does not say which method is active"
 
 
-@pytest.mark.parametrize(
-    ("method", "reason"),
-    [
-        ({"method": "flod"}, "unknown method 'flod'; choose one of original, window"),
-        ({"method": "fold", "options": {"windows": 64}}, "method fold has no option 'windows'"),
-    ],
-)
 def test_a_mistyped_method_ends_the_server_with_its_reason(
-    method: dict[str, Any], reason: str, demo_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    demo_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = tmp_path / "server.log"
+    method = {"method": "flod"}
     with serve(log, demo_target, speculative_config(tmp_path / "drafter", capsys), method) as (server, _):
         assert server.wait(timeout=300) != 0
-    assert reason in log.read_text(errors="replace")
+    assert "unknown method 'flod'; choose one of original, window" in log.read_text(errors="replace")
 
 
 def test_a_drafter_too_short_for_the_served_context_is_refused(demo_target: Path, tmp_path: Path) -> None:
