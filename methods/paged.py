@@ -108,7 +108,7 @@ class Attend(Protocol):
     + right``, ``diag = length - R + r``; None is no bound. Query head h reads key head ``h // (Hq // Hkv)``.
 
     Returns ``out [R, Hq, dv]`` in q's dtype and natural ``lse [R, Hq]``, float64 for float64 queries, else float32; a
-    row that reads nothing has out 0 and lse -inf.
+    row that reads nothing has out 0 and lse -inf (or +inf, as FlashAttention 2 says: a merge takes both).
     """
 
     def __call__(

@@ -19,9 +19,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 from methods.kernels.merge import merge
-from methods.kernels.splits import choose
+from methods.kernels.splits import SPLITS, choose
 from methods.paged import Call
 
 LOG2E = 1.4426950408889634
@@ -29,7 +30,6 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Numbers whose values a compiled kernel must not depend on, so that methods and shapes share it.
 RUNTIME = [name + part for name in ("shift", "most", "left", "right") for part in "12"] + ["rows", "group", "heads"]
 UNBOUNDED = 2**29  # no bound: farther than any key, and far from the end of int32
-SPLITS = (1, 8, 16, 32, 64)  # Appendix B.4
 
 
 @dataclass(frozen=True)
@@ -186,10 +186,10 @@ def _split_kernel(
 
 @triton.jit
 def _log_sum(lse):
-    """Natural log of the sum of exponentials; -inf if all are, never NaN."""
-    largest = tl.max(lse, 0)
+    """Natural log of the sum of exponentials of each row; -inf if all are, never NaN."""
+    largest = tl.max(lse, 1)
     base = tl.where(largest == float("-inf"), 0.0, largest)
-    total = tl.sum(tl.exp(lse - base), 0)
+    total = tl.sum(tl.exp(lse - base[:, None]), 1)
     return tl.where(total > 0, base + tl.log(tl.where(total > 0, total, 1.0)), float("-inf"))
 
 
@@ -197,14 +197,17 @@ def _log_sum(lse):
 def _combine_kernel(
     parts_ptr, lses_ptr, out_ptr, mass_ptr,
     length1, shift1, most1, left1, right1, length2, shift2, most2, left2, right2,
-    rows, heads, out_row, out_head, splits, sharpen1, sharpen2,
+    rows, heads, splits, sharpen1, sharpen2,
     TWO: tl.constexpr, KEYS: tl.constexpr, DV: tl.constexpr, DIMS: tl.constexpr, SPLITS_PAD: tl.constexpr,
+    PLACES: tl.constexpr,
 ):  # fmt: skip
-    """Grid ``[B * Hq, ceil(dv / DIMS)]``: the pieces of one row and head."""
-    place = tl.program_id(0)
+    """Grid ``[ceil(B * Hq / PLACES), ceil(dv / DIMS)]``: the pieces of some rows and heads. All tensors dense."""
+    place = tl.program_id(0) * PLACES + tl.arange(0, PLACES)
+    there = place < rows * heads
     dim = tl.program_id(1) * DIMS + tl.arange(0, DIMS)
-    slot = tl.arange(0, SPLITS_PAD)
-    lse = tl.load(lses_ptr + slot * rows * heads + place, mask=slot < splits, other=float("-inf"))
+    slot = tl.arange(0, SPLITS_PAD)[None, :]
+    at = slot * rows * heads + place[:, None]
+    lse = tl.load(lses_ptr + at, mask=(slot < splits) & there[:, None], other=float("-inf"))
     if TWO:
         # The same lengths and tiles as in the first launch give the same deal.
         near = _near_splits(
@@ -220,21 +223,25 @@ def _combine_kernel(
         base = tl.where(largest == float("-inf"), 0.0, largest)
         both = tl.exp(mass1 - base) + tl.exp(mass2 - base)
         mass = tl.where(both > 0, base + tl.log(tl.where(both > 0, both, 1.0)), float("-inf"))
-        shift = tl.where(first, mass1 - sum1, mass2 - sum2) - mass  # a piece's share of its part, and the part's
+        # A piece's share of its part, and the part's of the read.
+        shift = tl.where(first, (mass1 - sum1 - mass)[:, None], (mass2 - sum2 - mass)[:, None])
     else:
         total = _log_sum(lse)
         mass = total / sharpen1
-        shift = -total
+        shift = -total[:, None]
     weight = tl.where(lse == float("-inf"), 0.0, tl.exp(lse + shift))
     piece = tl.load(
-        parts_ptr + (slot[:, None] * rows * heads + place) * DV + dim[None, :],
-        mask=(weight > 0)[:, None] & (dim[None, :] < DV),
+        parts_ptr + at[:, :, None] * DV + dim[None, None, :],
+        mask=(weight > 0)[:, :, None] & (dim < DV)[None, None, :],
         other=0.0,
     )
-    out = tl.sum(piece * weight[:, None], 0)
-    at = place // heads * out_row + place % heads * out_head
-    tl.store(out_ptr + at + dim, out.to(out_ptr.dtype.element_ty), mask=dim < DV)
-    tl.store(mass_ptr + place, mass, mask=tl.program_id(1) == 0)
+    out = tl.sum(piece * weight[:, :, None], 1)
+    tl.store(
+        out_ptr + place[:, None] * DV + dim[None, :],
+        out.to(out_ptr.dtype.element_ty),
+        mask=there[:, None] & (dim < DV)[None, :],
+    )
+    tl.store(mass_ptr + place, mass, mask=there & (tl.program_id(1) == 0))
 
 
 class SplitRead:
@@ -280,16 +287,19 @@ class SplitRead:
         while waiting:
             together = waiting[: 2 if len(waiting) > 1 and _stored_alike(*waiting[:2]) else 1]
             del waiting[: len(together)]
-            out, mass = launch(together, *self._chosen(together))
+            out, mass = launch(together, self._cut(together))
             outs.append(out)
             masses.append(mass)
         return (outs[0], masses[0]) if len(outs) == 1 else merge(outs, masses, [1.0] * len(outs))
 
-    def _chosen(self, calls: Sequence[Call]) -> tuple[int, Tile]:
-        if self.splits is not None:
-            return self.splits, self.tile or tiles_for(calls[0])[0]
+    def _cut(self, calls: Sequence[Call]) -> tuple[int, Tile]:
         tiles = tiles_for(calls[0]) if self.tile is None else (self.tile,)
-        return choose(calls, self.longest, SPLITS, tiles, launch)
+        splits = SPLITS if self.splits is None else (self.splits,)
+        if len(tiles) == len(splits) == 1:
+            return splits[0], tiles[0]
+        cuts = [(count, tile) for tile in tiles for count in splits]
+        untimed = splits[len(splits) // 2], tiles[0]
+        return choose(calls, self.longest, cuts, launch, untimed=untimed, unfit=(OutOfResources,))
 
 
 def tiles_for(call: Call) -> tuple[Tile, ...]:
@@ -316,8 +326,9 @@ def tiles_for(call: Call) -> tuple[Tile, ...]:
     return Tile(rows, 16, warps, 3), Tile(rows, 16, warps, 5), Tile(min(rows, 32), 32, warps, 3)
 
 
-def launch(calls: Sequence[Call], splits: int, tile: Tile) -> tuple[Tensor, Tensor]:
-    """The two launches of a read; ``splits`` is raised to 2 for two parts."""
+def launch(calls: Sequence[Call], cut: tuple[int, Tile]) -> tuple[Tensor, Tensor]:
+    """The two launches of a read in so many splits, but two at least for two parts, and such tiles."""
+    splits, tile = cut
     near, two = calls[0], len(calls) == 2
     far = calls[1] if two else near
     rows, heads, dim = near.query.shape
@@ -341,11 +352,11 @@ def launch(calls: Sequence[Call], splits: int, tile: Tile) -> tuple[Tensor, Tens
         ROWS=tile.rows, KEYS=tile.keys, STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
     if not alone:
-        dims = min(128, _padded(value_dim))
-        _combine_kernel[rows * heads, triton.cdiv(value_dim, dims)](
-            parts, lses, out, mass, *_keys_of(near), *_keys_of(far),
-            rows, heads, out.stride(0), out.stride(1), splits, near.sharpen, far.sharpen,
-            TWO=two, KEYS=tile.keys, DV=value_dim, DIMS=dims, SPLITS_PAD=triton.next_power_of_2(splits), num_warps=4,
+        dims, padded = min(128, _padded(value_dim)), triton.next_power_of_2(splits)
+        places = max(1, 16 // padded) if device.type == "cuda" else 64  # few programs suit the interpreter
+        _combine_kernel[triton.cdiv(rows * heads, places), triton.cdiv(value_dim, dims)](
+            parts, lses, out, mass, *_keys_of(near), *_keys_of(far), rows, heads, splits, near.sharpen, far.sharpen,
+            TWO=two, KEYS=tile.keys, DV=value_dim, DIMS=dims, SPLITS_PAD=padded, PLACES=places, num_warps=4,
         )  # fmt: skip
     return out, mass
 

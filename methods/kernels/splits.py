@@ -1,4 +1,4 @@
-"""Which splits and tile a read uses: by a microbenchmark on its actual shapes, once per device and shape (App. B.4).
+"""How a read is cut: by a microbenchmark on its actual shapes, once per device and shape (Appendix B.4).
 
 The choice depends on shapes, bounds and dtype alone, so methods with the same read share it: FOLD and ReRoPE theirs,
 Window and the local read of InfLLM theirs.
@@ -8,49 +8,51 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
-from triton.runtime.errors import OutOfResources
 
 from methods.paged import Call
 
-if TYPE_CHECKING:
-    from methods.kernels.split_read import Tile
-
-_chosen: dict[tuple[Any, ...], tuple[int, Tile]] = {}
+SPLITS = (1, 8, 16, 32, 64)  # Appendix B.4
 REPEATS = 32
 CACHE = 2**28  # bytes, several times the largest device cache
+
+Cut = TypeVar("Cut")
+_chosen: dict[tuple[Any, ...], Any] = {}
 
 
 def choose(
     calls: Sequence[Call],
     longest: int,
-    splits: Sequence[int],
-    tiles: Sequence[Tile],
-    launch: Callable[[Sequence[Call], int, Tile], tuple[Tensor, Tensor]],
-) -> tuple[int, Tile]:
-    """The fastest of ``splits`` and ``tiles`` for calls shaped as these over ``longest`` keys.
+    cuts: Sequence[Cut],
+    launch: Callable[[Sequence[Call], Cut], object],
+    *,
+    untimed: Cut,
+    unfit: tuple[type[Exception], ...],
+) -> Cut:
+    """The fastest of ``cuts`` for calls shaped as these over ``longest`` keys.
 
     Measured on synthetic keys, outside of graphs: raises RuntimeError if a graph is being captured and the shape is not
-    known yet. Where nothing can be timed (the interpreter on a CPU), the middle of ``splits`` and the first tile.
+    known yet. ``untimed``: the choice where nothing can be timed (the interpreter on a CPU). A cut whose launch raises
+    one of ``unfit`` does not fit the device and is left out; RuntimeError if none fits.
     """
     device = calls[0].query.device
-    key = (device, longest, tuple(splits), tuple(tiles), *(_shape(call) for call in calls))
+    if device.type != "cuda":
+        return untimed
+    key = (torch.cuda.get_device_name(device), longest, tuple(cuts), *(_shape(call) for call in calls))
     if key not in _chosen:
-        if device.type != "cuda":
-            _chosen[key] = splits[len(splits) // 2], tiles[0]
-        elif torch.cuda.is_current_stream_capturing():
+        if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("a read's splits are not chosen yet: read once before a graph is captured")
-        else:
-            _chosen[key] = _fastest(calls, longest, splits, tiles, launch)
-    return _chosen[key]
+        _chosen[key] = _fastest(calls, longest, cuts, launch, unfit)
+    found: Cut = _chosen[key]
+    return found
 
 
-def chosen() -> dict[str, tuple[int, Tile]]:
-    """What was chosen in this process so far, by device and shape in words: for a run's records."""
-    return {" ".join(map(str, key)): value for key, value in _chosen.items()}
+def chosen() -> dict[str, str]:
+    """What was chosen in this process so far, by device and shape, in words: for a run's records."""
+    return {" ".join(map(str, (*key[:2], *key[3:]))): str(value) for key, value in _chosen.items()}
 
 
 def _shape(call: Call) -> tuple[Any, ...]:
@@ -62,26 +64,23 @@ def _shape(call: Call) -> tuple[Any, ...]:
 def _fastest(
     calls: Sequence[Call],
     longest: int,
-    splits: Sequence[int],
-    tiles: Sequence[Tile],
-    launch: Callable[[Sequence[Call], int, Tile], tuple[Tensor, Tensor]],
-) -> tuple[int, Tile]:
+    cuts: Sequence[Cut],
+    launch: Callable[[Sequence[Call], Cut], object],
+    unfit: tuple[type[Exception], ...],
+) -> Cut:
     made = [[_synthetic(call, longest) for call in calls]]
     # A drafter's other work pushes a read's keys out of the cache, so no copy is read twice in a row.
     held = sum(x.nbytes for call in made[0] for x in (call.keys, call.values))
     made += [[_synthetic(call, longest) for call in calls] for _ in range(min(REPEATS - 1, CACHE // held))]
-    best: tuple[float, int, Tile] | None = None
-    for tile in tiles:
-        for count in splits:
-            try:
-                took = _time([lambda read=read, count=count, tile=tile: launch(read, count, tile) for read in made])
-            except OutOfResources:
-                break  # this tile does not fit this device
-            if best is None or took < best[0]:
-                best = took, count, tile
-    if best is None:
-        raise RuntimeError(f"no tile of {', '.join(map(str, tiles))} fits {torch.cuda.get_device_name()}")
-    return best[1:]
+    times: list[tuple[float, int]] = []
+    for number, cut in enumerate(cuts):
+        try:
+            times.append((_time([partial(launch, read, cut) for read in made]), number))
+        except unfit:
+            continue
+    if not times:
+        raise RuntimeError(f"no cut of a read fits {torch.cuda.get_device_name()}: tried {', '.join(map(str, cuts))}")
+    return cuts[min(times)[1]]
 
 
 def _synthetic(call: Call, longest: int) -> Call:

@@ -3,12 +3,54 @@
 from __future__ import annotations
 
 import torch
+from read_cases import HEAD_DIM, Spec, make, product_rope
 from torch import Tensor
 
-from methods.paged import PagedLayer
+from methods.paged import PagedLayer, PagedReader
+from methods.reader import ContextCache, DenseReader, DrafterGeometry
 from methods.rope import Rope, rotate
 
 JUNK = float("nan")  # what no read may touch
+
+
+def tensor(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def open_paged(method, geometry, capacity, dtype=torch.float64, **executors):
+    return PagedReader(method, geometry, max_context=capacity, dtype=dtype, device="cpu", **executors)
+
+
+def judged_read(
+    spec: Spec, page_size: int, dtype: torch.dtype = torch.float64, *, strided: bool = False, device: str = "cpu",
+    judge_dtype: torch.dtype | None = None, **executors,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """One read of a matrix point by both: ``(paged, dense)``, both on the CPU. The judge computes in ``judge_dtype`` on
+    what ``dtype`` holds of the inputs."""
+    tensors = tuple(x.to(dtype) for x in spec.tensors())
+    exact = dtype if judge_dtype is None else judge_dtype
+    geometry = DrafterGeometry(
+        (spec.layer,), *spec.heads, HEAD_DIM, HEAD_DIM, spec.scale, product_rope(spec.rope), spec.B
+    )
+    method, request = make(spec), spec.request
+    q, k, v, kb, vb = (x.to(exact) for x in tensors)
+    cache = ContextCache(geometry, spec.N + 20, exact)
+    cache.append(k[None], v[None])
+    judge = DenseReader(method, geometry, request, cache)
+    judge.prepare()
+    theirs = judge.read(0, q, kb, vb)
+
+    q, k, v, kb, vb = tensors
+    reader = PagedReader(method, geometry, max_context=spec.N + 20, dtype=dtype, device=device, **executors)
+    reader.begin(request)
+    generator = torch.Generator().manual_seed(spec.seed)
+    pages = lay(
+        k, v, kb, vb, reader.rope(0, request), page_size, generator, raw=reader.needs_raw_keys, strided=strided
+    )
+    raw = None if pages.raw_keys is None else pages.raw_keys.to(device)
+    pages = PagedLayer(pages.keys.to(device), raw, pages.values.to(device), pages.table.to(device))
+    reader.committed(spec.N, [pages])
+    return reader.read(0, q.to(device), pages, tensor(spec.N).to(device)).cpu(), theirs
 
 
 def shuffled_table(pages: int, spare: int, generator: torch.Generator) -> tuple[Tensor, int]:

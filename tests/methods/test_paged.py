@@ -7,12 +7,12 @@ import random
 
 import pytest
 import torch
-from paged_cases import into_pages, lay, shuffled_table
-from read_cases import HEAD_DIM, OPTIONS, ROPES, WINDOW, Spec, make, matrix, product_rope
+from paged_cases import into_pages, judged_read, lay, open_paged, shuffled_table, tensor
+from read_cases import HEAD_DIM, OPTIONS, ROPES, WINDOW, Spec, matrix, product_rope
 
 from methods import METHODS, make_method
 from methods.attention import dense_read
-from methods.paged import PagedLayer, PagedReader, torch_attend, torch_merge
+from methods.paged import PagedLayer, torch_attend, torch_merge
 from methods.reader import ContextCache, DenseReader, DrafterGeometry
 from methods.reading import LayerGeometry, RequestGeometry
 from methods.rope import build_rope
@@ -24,37 +24,6 @@ LAYERS = (
     LayerGeometry("full_attention", None, True),
     LayerGeometry("sliding_attention", WINDOW + 40),
 )
-
-
-def tensor(*values):
-    return torch.tensor(values, dtype=torch.int32)
-
-
-def open_paged(method, geometry, capacity, dtype=torch.float64, **executors):
-    return PagedReader(method, geometry, max_context=capacity, dtype=dtype, device="cpu", **executors)
-
-
-def judged_read(spec, page_size, dtype=torch.float64, strided=False, **executors):
-    """One read of a matrix point by both: ``(paged, dense)``."""
-    q, k, v, kb, vb = (x.to(dtype) for x in spec.tensors())
-    heads = spec.heads
-    rope = product_rope(spec.rope)
-    geometry = DrafterGeometry((spec.layer,), *heads, HEAD_DIM, HEAD_DIM, spec.scale, rope, spec.B)
-    method, request = make(spec), spec.request
-    cache = ContextCache(geometry, spec.N + 20, dtype)
-    cache.append(k[None], v[None])
-    judge = DenseReader(method, geometry, request, cache)
-    judge.prepare()
-    theirs = judge.read(0, q, kb, vb)
-
-    reader = open_paged(method, geometry, spec.N + 20, dtype, **executors)
-    reader.begin(request)
-    generator = torch.Generator().manual_seed(spec.seed)
-    pages = lay(
-        k, v, kb, vb, reader.rope(0, request), page_size, generator, raw=reader.needs_raw_keys, strided=strided
-    )
-    reader.committed(spec.N, [pages])
-    return reader.read(0, q, pages, tensor(spec.N)), theirs
 
 
 @pytest.mark.parametrize("method", METHODS)
