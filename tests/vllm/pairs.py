@@ -162,3 +162,10 @@ def _model(architecture: str) -> Any:
             )
         )
     raise ValueError(f"no tiny target of architecture {architecture!r}")
+
+
+def mixed_dflash() -> dict[str, Any]:
+    """As Qwen3.5's: five sliding layers, causal in the block, and a full one."""
+    kinds = ["sliding_attention"] * 5 + ["full_attention"]
+    window = {"sliding_window": 48, "use_sliding_window": True, "max_window_layers": 0}
+    return dflash(6, layer_types=kinds, num_target_layers=16, **window)

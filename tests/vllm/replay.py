@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from harness.drafters import Drafter, load_drafter
 from harness.engines.reference.target import Target, open_target
@@ -13,22 +15,41 @@ from methods.reader import ContextCache, Reader, open_reader
 from methods.reading import Method, RequestGeometry
 from tests.vllm.pairs import Pair
 
+if TYPE_CHECKING:
+    from tests.vllm.running import Run
+
 
 @dataclass
 class Comparison:
-    """rounds: drafted by vLLM. ties: rounds that differ from the reference first at a token whose logit is within
-    ``tolerance`` of the largest. wrong: the others that differ, as (context, vLLM's drafts, the reference's).
+    """rounds: drafted by vLLM. wrong: those that differ from the reference, as (context, vLLM's drafts, the
+    reference's, gap): how much smaller the reference's logit of the first differing token is than its largest.
     accepted: drafts accepted in each round, without the last one.
     """
 
     rounds: int = 0
-    ties: int = 0
-    wrong: list[tuple[int, list[int], list[int]]] = field(default_factory=list)
+    wrong: list[tuple[int, list[int], list[int], float]] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
+
+    def check(self, tie: float, most: float = 0.2) -> None:
+        """Every round is equal, except where the reference's two logits are within ``tie`` of each other: at most
+        ``most`` of the rounds."""
+        apart = [difference for difference in self.wrong if difference[3] > tie]
+        assert not apart, apart[:3]
+        assert len(self.wrong) <= most * self.rounds, f"{len(self.wrong)} of {self.rounds} rounds are ties"
+
+
+class States:
+    """The committed states of a request: features of each position, and the target's attention where a round wants it.
+
+    From the engine itself (``running.Running.states``), or from :class:`Reference`'s target.
+    """
+
+    def __init__(self, features: Callable[[int, int], Tensor], weights: Callable[[int], Tensor]):
+        self.features, self.weights = features, weights
 
 
 class Reference:
-    """The pair in torch."""
+    """The pair in torch, in float32 or, for targets that vLLM runs in bfloat16 alone, the drafter of the pair in it."""
 
     def __init__(self, pair: Pair):
         dtype = getattr(torch, pair.dtype)
@@ -37,29 +58,46 @@ class Reference:
         self.drafter.bind(self.target.embedding, self.target.head)
 
     @torch.inference_mode()
+    def states(self, prompt: list[int], output: list[int]) -> States:
+        """What this target says of the whole sequence, fed in the pieces that are asked for."""
+        target, taps = self.target, tuple(self.drafter.config.target_layer_ids)
+        sequence = [*prompt, *output]
+        target.reserve(len(sequence))
+
+        rows = 0
+
+        def features(start: int, end: int) -> Tensor:
+            nonlocal rows
+            found = []
+            for first in range(start, end, 64):
+                fed = sequence[first : min(first + 64, end)]
+                step = target.forward(fed, taps=taps)
+                assert step.features is not None
+                found.append(step.features)
+                rows = len(fed)
+            return torch.cat(found)
+
+        return States(features, lambda length: target.attention_of(rows - 1))
+
+    @torch.inference_mode()
     def compare(
         self,
         method: Method,
         prompt: list[int],
         limit: int,
-        output: list[int],
-        drafts: list[dict[str, Any]],
-        tolerance: float,
+        run: Run,
+        states: States | None = None,
         reader_of: Any = open_reader,
     ) -> Comparison:
         """Follow the rounds that vLLM reports (``activity``'s trace) and draft each with the reference.
 
-        What a round committed is where the next one's context ends; its tokens are those of ``output``.
+        What a round committed is where the next one's context ends; its tokens are those of the output.
         """
-        target, drafter = self.target, self.drafter
-        taps = tuple(drafter.config.target_layer_ids)
+        drafter, output, drafts = self.drafter, run.output, run.drafts
+        states = self.states(prompt, output) if states is None else states
         capacity = len(prompt) + limit + 2 * drafter.config.block + 2
-        target.reserve(capacity)
         context = ContextCache(drafter.config.geometry(), capacity, drafter.dtype, drafter.device)
-        for start in range(0, len(prompt), 64):
-            step = target.forward(prompt[start : start + 64], taps=taps, last_only=True)
-            assert step.features is not None
-            context.append(*drafter.context_kv(step.features))
+        context.append(*drafter.context_kv(states.features(0, len(prompt))))
         geometry = RequestGeometry(len(prompt), limit, drafter.config.block)
         reader: Reader = reader_of(method, context.geometry, geometry, context)
         reader.prepare()
@@ -74,22 +112,18 @@ class Reference:
             reader.round_done()
             found.rounds += 1
             if proposal.tokens != theirs:
-                first = next(i for i, pair in enumerate(zip(proposal.tokens, theirs, strict=True)) if len({*pair}) > 1)
+                pairs = zip(proposal.tokens, theirs, strict=True)
+                first = next(i for i, (ours, other) in enumerate(pairs) if ours != other)
                 row = proposal.logits[first].float()
-                if float(row.max() - row[theirs[first]]) <= tolerance:
-                    found.ties += 1
-                else:
-                    found.wrong.append((length, theirs, proposal.tokens))
+                gap = float(row.max() - row[theirs[first]])
+                found.wrong.append((length, theirs, proposal.tokens, gap))
             if index + 1 == len(drafts):
                 break
-            kept = drafts[index + 1]["context"] - length
-            found.accepted.append(kept - 1)
+            end = drafts[index + 1]["context"]
+            found.accepted.append(end - length - 1)
             wants = reader.wants_target_attention()
-            step = target.forward(sequence[length : length + kept], taps=taps)
-            weights = target.attention_of(kept - 1) if wants else None
-            assert step.features is not None
-            context.append(*drafter.context_kv(step.features))
-            reader.committed(length, length + kept)
-            if weights is not None:
-                reader.target_attention(weights)
+            context.append(*drafter.context_kv(states.features(length, end)))
+            reader.committed(length, end)
+            if wants:
+                reader.target_attention(states.weights(end))
         return found

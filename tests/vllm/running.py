@@ -16,6 +16,7 @@ from harness.engines.vllm.target import TargetAttention
 from methods.cmr import CMR
 from methods.reading import Method
 from tests.vllm.pairs import VOCAB, Pair
+from tests.vllm.replay import States
 
 # The engine core in this process, so that tests see inside; no look at the Hub, no threads bound to cores.
 ENVIRONMENT = {
@@ -42,7 +43,7 @@ class Run:
 class Running:
     """vLLM with the pair, opened with a method that keeps all unrotated keys so that any method can follow.
 
-    chunk: prompt tokens a step. context: ``max_model_len``.
+    chunk: prompt tokens a step. context: ``max_model_len``. ``states``: of the latest request, as its drafter got them.
     """
 
     def __init__(self, pair: Pair, method: str, options: dict[str, Any], *, context: int, chunk: int, **more: Any):
@@ -61,14 +62,14 @@ class Running:
         with mock.patch.dict(os.environ, ENVIRONMENT):
             from vllm import LLM
 
-            self.llm = LLM(**pair.engine_arguments(), **arguments | more)
+            self.llm = LLM(**pair.engine_arguments() | arguments | more)
         self.pair = pair
         core = self.llm.llm_engine.engine_core.engine_core
         self.runner = core.model_executor.driver_worker.worker.model_runner
         self.drafter = self.runner.drafter
 
     @property
-    def reads(self) -> attention.DrafterReads:
+    def reads(self) -> Any:
         return self.drafter.model.reads
 
     def use(self, method: Method) -> None:
@@ -87,7 +88,7 @@ class Running:
         attention.open_activity(new, type(model).__name__, trace=True)
         if isinstance(method, CMR) and self.drafter._attention is None:
             names = self.drafter._draft_attn_layer_names
-            self.drafter._attention = TargetAttention(config, names, new.block + 1)
+            self.drafter._attention = TargetAttention(config, names, new.block + 1, torch.device("cpu"))
 
     def generate(self, prompt: list[int], limit: int, guide: Guide | None = None) -> Run:
         """Decode greedily. With a ``guide`` its drafts are verified instead of the drafter's own, which are traced all
@@ -95,8 +96,22 @@ class Running:
         from vllm import SamplingParams
 
         own = self.drafter.propose
-        if guide is not None:
-            self.drafter.propose = lambda *args, **named: guide(own(*args, **named), self.drafter._context)
+        features: dict[int, torch.Tensor] = {}
+        weights: dict[int, torch.Tensor] = {}
+
+        def watched(*arguments: Any, **named: Any) -> torch.Tensor:
+            rows = named["target_positions"], named["target_hidden_states"]
+            for position, row in zip(*rows, strict=True):
+                features[int(position)] = row.clone()
+            drafts = own(*arguments, **named)
+            if self.drafter._weights is not None:
+                weights[self.drafter._context] = self.drafter._weights
+            return drafts if guide is None else guide(drafts, self.drafter._context)
+
+        self.drafter.propose = watched
+        self.states = States(
+            lambda start, end: torch.stack([features[i] for i in range(start, end)]), lambda length: weights[length]
+        )
         try:
             parameters = SamplingParams(temperature=0, max_tokens=limit, ignore_eos=True, detokenize=False)
             done = self.llm.generate([{"prompt_token_ids": prompt}], parameters, use_tqdm=False)[0]
@@ -105,6 +120,7 @@ class Running:
         return Run(list(done.outputs[0].token_ids), activity.report())
 
     def close(self) -> None:
+        activity.closed()
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm, self.runner, self.drafter
 

@@ -61,9 +61,9 @@ def test_drafts_equal_the_reference_drafters_at_every_acceptance(
     for index, ids in enumerate((LONG, CROSSING)):
         run = running.generate(ids, LIMIT, Guide(ids + outputs[index], seed=index))
         assert run.output == outputs[index]
-        found = reference.compare(method, ids, LIMIT, run.output, run.drafts, tolerance=0.01)
-        assert not found.wrong
-        assert found.rounds == run.report["rounds"] > found.ties * 5
+        found = reference.compare(method, ids, LIMIT, run)
+        found.check(tie=0.01)
+        assert found.rounds == run.report["rounds"]
         accepted.update(found.accepted)
     assert accepted == set(range(8))  # 0 to K accepted drafts all occurred
 
@@ -83,7 +83,21 @@ def test_counters_are_those_of_the_reference_reader(
         seen["reader"] = open_reader(*arguments)
         return seen["reader"]
 
-    reference.compare(method, CROSSING, LIMIT, run.output, run.drafts, tolerance=0.01, reader_of=remembered)
+    reference.compare(method, CROSSING, LIMIT, run, reader_of=remembered)
     counts = seen["reader"].activity()  # type: ignore[attr-defined]
     assert {name: run.report[name] for name in counts} == counts
     assert run.report["method"] == name
+
+
+def test_the_side_cache_of_an_odd_number_of_layers_wastes_nothing(running: Running) -> None:
+    planned = running.runner.kv_cache_config
+    sides = {side.layer_name for side in running.reads.sides}
+    drafter = running.drafter._draft_attn_layer_names - sides
+    tokens = planned.num_blocks * 32
+
+    def per_token(names: set[str]) -> int:
+        return sum(tensor.size for tensor in planned.kv_cache_tensors if set(tensor.shared_by) <= names) // tokens
+
+    keys = 3 * 2 * 32 * 4  # layers, key heads, head size, float32
+    assert per_token(sides) == keys == running.reads.side_cache_bytes()
+    assert per_token(drafter) == 2 * keys  # what the paper's side cache would take: keys and values

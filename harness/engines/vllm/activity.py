@@ -24,6 +24,12 @@ def opened(static: dict[str, Any], counters: Callable[[], dict[str, Any]], *, tr
     _trace = [] if trace else None
 
 
+def closed() -> None:
+    """The drafter is gone: nothing is reported any more."""
+    global _static, _counters, _request, _trace
+    _static, _counters, _request, _trace = {}, None, "", None
+
+
 def start(request_id: str) -> None:
     """A request begins: its trace is empty. The plugin calls this, just before it resets the counters."""
     global _request

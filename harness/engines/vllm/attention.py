@@ -5,22 +5,25 @@ implementation that hands the unturned queries to ``methods.paged.PagedReader``.
 opaque attention op, so ``torch.compile`` and CUDA graphs see no difference. ``original`` on a drafter whose layers all
 read everything keeps vLLM's own read and is only counted.
 
-On a CPU the reader's torch executor runs, on pages laid out plainly. On CUDA the calls go to vLLM's FlashAttention
-(:class:`FlashAttend`). No GPU has run that part: it was written from the installed source, its geometry is tested on
-the CPU, and ``tests/vllm/test_contract_gpu.py`` checks what it relies on.
+On a CPU the reader's torch executor runs, on pages laid out plainly. On CUDA vLLM's FlashAttention executes the calls
+(``methods.kernels.flash``), Triton turns the query and merges the parts; ``kernels: triton`` in the setting reads in
+Triton altogether. No GPU has run that: it was written from the installed source, its parts are tested on the CPU, and
+``tests/vllm/test_contract_gpu.py`` checks what it relies on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
+from vllm.logger import init_logger
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
-from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionBackend
+from vllm.v1.attention.backends import fa_utils
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionImpl
 
@@ -28,9 +31,24 @@ from harness.drafters import DrafterConfig
 from harness.engines.vllm import activity
 from harness.engines.vllm.plugin import Settings
 from harness.engines.vllm.side_cache import SideLayer, scatter, side_layers
-from methods.paged import Attend, PagedLayer, PagedReader, torch_attend
-from methods.reading import All, Method, RequestGeometry, TrueDistance
+from methods.kernels import executors
+from methods.kernels.flash import FlashAttend
+from methods.paged import PagedLayer, PagedReader
+from methods.reading import (
+    All,
+    LayerGeometry,
+    Layers,
+    Method,
+    Older,
+    ReadPlan,
+    RequestGeometry,
+    Retrieved,
+    SlidingGap,
+    TrueDistance,
+)
 from methods.rope import Rope
+
+logger = init_logger("vllm.fold_bench")
 
 
 class DrafterReads:
@@ -46,22 +64,30 @@ class DrafterReads:
         self.block = self.geometry.block
         self.max_context = vllm_config.model_config.max_model_len
         self.single = vllm_config.scheduler_config.max_num_seqs == 1
-        attend: Attend = torch_attend if device.type == "cpu" else FlashAttend(self.geometry.head_dim, self.max_context)
-        self.reader = PagedReader(
-            self.method,
-            self.geometry,
-            max_context=self.max_context,
-            dtype=vllm_config.model_config.dtype,
-            device=device,
-            attend=attend,
-        )
         self.stock = _reads_as_stock(self.method, config)
+        self._open = {
+            "max_context": self.max_context,
+            "dtype": vllm_config.model_config.dtype,
+            "device": device,
+            **_executors(settings.kernels, self, device),
+        }
+        self.reader = PagedReader(self.method, self.geometry, **self._open)
+        # Most entries of a context of which no row has any beyond its window, and the reader for those: a graph of its
+        # own is shorter (Appendix B.4's length dispatch). None: the method has no far memory, or chooses on the host.
+        self.near_limit = _near_limit(self.reader, self.block)
+        self.near_reader: PagedReader | None = None
+        self.near_only = False
         self.attentions: list[Any] = []  # vLLM's attention layers, in order
         self.sides: list[SideLayer] = []
         self.rotaries: list[Any] = []  # each layer's rotary embedding; layers with the same one share it
         self.reading = True  # False while a prompt is incomplete: its drafts are discarded, so nothing is read
         self._counted = torch.zeros(2, dtype=torch.int64, device=device)  # stock reads: rounds, entries in the context
-        self._begun = False
+        self._request: RequestGeometry | None = None
+        self._stored: tuple[int, Tensor, Tensor | None] | None = None
+
+    def split_near(self) -> None:
+        """Open a second reader for contexts up to ``near_limit``; ``near_only`` says which of the two reads."""
+        self.near_reader = PagedReader(NearOnly(self.method), self.geometry, **self._open)
 
     @property
     def host_driven(self) -> bool:
@@ -80,27 +106,46 @@ class DrafterReads:
     def begin(self, request_id: str, prompt: int, limit: int) -> None:
         """A new request of ``prompt`` tokens that may generate ``limit``: nothing survives the last one."""
         if not self.single:
-            if self._begun:
+            if self._request is not None:
                 return
             prompt, limit = 1, self.max_context - 1
-        self._begun = True
         activity.start(request_id)
-        self._counted.zero_()
-        request = RequestGeometry(prompt, max(1, min(limit, self.max_context - prompt)), self.block)
-        self.reader.begin(request)
+        self._request = RequestGeometry(prompt, max(1, min(limit, self.max_context - prompt)), self.block)
+        self.prompt_stored()
         if not self.stock:
             for rotary in dict.fromkeys(self.rotaries):
-                rotary.fill(self.reader.rope(self.rotaries.index(rotary), request))
+                rotary.fill(self.reader.rope(self.rotaries.index(rotary), self._request))
 
-    def committed(self, length: int, table: Tensor) -> None:
-        """The context of the running request has ``length`` entries, found by ``table [max_pages]``."""
-        if self.host_driven:
-            self.reader.committed(length, [self.pages(i, table) for i in range(len(self.attentions))])
+    def prompt_stored(self) -> None:
+        """Counting starts here: a graph that a prompt's earlier chunks replayed has read for nothing."""
+        assert self._request is not None
+        self._counted.zero_()
+        self._stored = None
+        self.reader.begin(self._request)
+        if self.near_reader is not None:
+            self.near_reader.begin(self._request)
+
+    def storing(self, length: int, table: Tensor, weights: Tensor | None) -> None:
+        """The drafter is about to store what was committed: its context will have ``length`` entries, found by ``table
+        [max_pages]``. ``weights``: what the method wanted of the target's attention."""
+        self._stored = length, table, weights
+
+    def stored(self) -> None:
+        """The context's entries are in the caches."""
+        if self._stored is None or not self.host_driven or not self.reading:
+            return
+        length, table, weights = self._stored
+        self.reader.committed(length, [self.pages(i, table) for i in range(len(self.attentions))])
+        if weights is not None:
+            self.reader.target_attention(weights)
+        self._stored = None
 
     def counters(self) -> dict[str, Any]:
         """What was read since the running request began; asks the device."""
         if not self.stock:
-            return dict(self.reader.activity())
+            found = dict(self.reader.activity())
+            near = {} if self.near_reader is None else self.near_reader.activity()
+            return found | {name: found[name] + count for name, count in near.items()}
         rounds, context = self._counted.tolist()
         return {"rounds": rounds, "entries_in_context": context, "entries_read": context, "far_entries_read": 0}
 
@@ -121,11 +166,12 @@ class DrafterReads:
         if metadata is None or not self.reading:  # memory profiling, or drafts that nobody will use
             return output.zero_()
         rows = self.block
+        reader = self.near_reader if self.near_only and self.near_reader is not None else self.reader
         for request in range(metadata.seq_lens.shape[0]):
             block = slice(request * rows, (request + 1) * rows)
             length = metadata.seq_lens[request : request + 1] - rows
             pages = self.pages(layer, metadata.block_table[request])
-            output[block] = self.reader.read(layer, query[block], pages, length)
+            output[block] = reader.read(layer, query[block], pages, length)
         return output
 
     def count_stock(self, layer: int, metadata: Any) -> None:
@@ -141,6 +187,58 @@ class DrafterReads:
             where = slots[side.layers[0]]
             if where is not None:
                 side.write(raw, where)
+
+
+@dataclass(frozen=True)
+class NearOnly:
+    """A method without its far branches: the same read, while no entry is far."""
+
+    method: Method
+    name: ClassVar[str] = "near part"
+
+    @property
+    def layers(self) -> Layers:
+        return self.method.layers
+
+    def plan(self, layer: LayerGeometry, request: RequestGeometry) -> ReadPlan:
+        """The method's plan, its block's branch alone."""
+        plan = self.method.plan(layer, request)
+        return replace(plan, branches=tuple(branch for branch in plan.branches if branch.block))
+
+
+def _near_limit(reader: PagedReader, block: int) -> int | None:
+    limits = []
+    for plan in reader.plans:
+        for branch in plan.branches:
+            match branch.entries:
+                case Older(window):
+                    limits.append(window)
+                case SlidingGap(size):
+                    limits.append(size - block)
+                case Retrieved():
+                    return None
+    return min(limits, default=None)
+
+
+def _executors(kernels: str | None, reads: DrafterReads, device: torch.device) -> dict[str, Any]:
+    """What executes the reader's calls on this device. Raises ValueError, one line, if it cannot."""
+    if device.type == "cpu":
+        if kernels is not None:
+            raise ValueError(f"additional_config.fold_bench.kernels={kernels}: a CPU has none to choose from")
+        return {}
+    found = executors(reads.max_context + 2 * reads.block)
+    if kernels == "triton":
+        return found
+    version = fa_utils.get_flash_attn_version(head_size=reads.geometry.head_dim)
+    if version is None:
+        raise ValueError(f"no FlashAttention here takes heads of {reads.geometry.head_dim}; set kernels to triton")
+    function = fa_utils.flash_attn_varlen_func
+    longest = reads.max_context + reads.block
+    return {
+        "attend": FlashAttend(function, longest, fa_version=version),
+        "rotate": found["rotate"],
+        "merge": found["merge"],
+    }
 
 
 def install(model: Any, settings: Settings, config: DrafterConfig, vllm_config: VllmConfig) -> DrafterReads:
@@ -165,6 +263,7 @@ def install(model: Any, settings: Settings, config: DrafterConfig, vllm_config: 
         context = vllm_config.compilation_config.static_forward_context
         reads.sides = side_layers(reads.reader.raw_layers, reads.attentions, context)
     open_activity(reads, type(model).__name__, trace=settings.trace)
+    logger.info("fold_bench: method %s reads the drafter's context (%s)", reads.method.name, "; ".join(reads.plans()))
     return reads
 
 
@@ -300,6 +399,7 @@ class KeyRotary(nn.Module):
         self.rotary.register_buffer("cos_sin_cache", table, persistent=False)
         self.head_size = head_dim
         self.is_neox_style = True
+        self._held: Rope | None = None
         self.fill(rope)
 
     @property
@@ -309,6 +409,10 @@ class KeyRotary(nn.Module):
 
     def fill(self, rope: Rope) -> None:
         """Overwrite the table: float64 angles, cosines and sines rounded to its dtype."""
+        held = self._held
+        if held is not None and held.mscale == rope.mscale and torch.equal(held.inv_freq, rope.inv_freq):
+            return
+        self._held = rope
         table = self.cos_sin_cache
         freq = rope.inv_freq.to(table.device)
         for start in range(0, len(table), 16384):
@@ -394,64 +498,3 @@ class PlannedFlashBackend(FlashAttentionBackend):
     @staticmethod
     def get_impl_cls() -> type[PlannedFlashImpl]:
         return PlannedFlashImpl
-
-
-class FlashAttend:
-    """:class:`methods.paged.Attend` by vLLM's ``flash_attn_varlen_func``. Not run on a GPU yet.
-
-    Window bounds, causality and the alignment to the bottom right are FlashAttention's own. Lengths stay on the device.
-    """
-
-    def __init__(self, head_dim: int, max_context: int):
-        from vllm.v1.attention.backends import fa_utils
-
-        self.version = fa_utils.get_flash_attn_version(head_size=head_dim)
-        if self.version is None:
-            raise ValueError(f"vLLM has no FlashAttention for heads of {head_dim} on {current_platform.device_name}")
-        self.call: Any = fa_utils.flash_attn_varlen_func
-        self.max_context = max_context
-        self._starts: dict[int, Tensor] = {}
-
-    def __call__(
-        self,
-        q: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        table: Tensor | None,
-        length: Tensor,
-        *,
-        left: int | None,
-        right: int | None,
-        scale: float,
-    ) -> tuple[Tensor, Tensor]:
-        rows = q.shape[0]
-        if rows not in self._starts:
-            self._starts[rows] = torch.tensor([0, rows], dtype=torch.int32, device=q.device)
-        if table is None:  # contiguous: the keys' end is a prefix sum instead of a used length
-            keys, values = keys[0], values[0]
-            where: dict[str, Any] = {"cu_seqlens_k": nn.functional.pad(length, (1, 0)), "max_seqlen_k": len(keys)}
-        else:
-            capacity = min(len(table) * keys.shape[1], self.max_context + 2 * rows)
-            where = {"seqused_k": length, "block_table": table[None], "max_seqlen_k": capacity}
-        out, lse = self.call(
-            q=q.contiguous(),
-            k=_canonical(keys),
-            v=_canonical(values),
-            cu_seqlens_q=self._starts[rows],
-            max_seqlen_q=rows,
-            softmax_scale=scale,
-            causal=right == 0,
-            window_size=[-1 if left is None else left, -1 if right is None else right],
-            return_softmax_lse=True,
-            fa_version=self.version,
-            **where,
-        )
-        # FlashAttention 2 says +inf of a row that reads nothing; the contract is -inf.
-        return out, lse.transpose(0, 1).masked_fill(lse.transpose(0, 1) == float("inf"), -float("inf"))
-
-
-def _canonical(pages: Tensor) -> Tensor:
-    """Strides of dims of size one as the TMA of newer kernels wants them (one key head: Gemma-4)."""
-    from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
-
-    return canonicalize_singleton_dim_strides(pages)

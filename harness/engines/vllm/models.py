@@ -102,6 +102,7 @@ class _Planned:
                 layer = inner._attn_layers[index]
                 layer.impl.do_kv_cache_update(layer, turned[index], values[index], layer.kv_cache, where)
         reads.write_raw(raw, slots)
+        reads.stored()
 
 
 class PlannedDFlash(_Planned, DFlashQwen3ForCausalLM):
@@ -115,6 +116,14 @@ class PlannedQwen3DSpark(_Planned, Qwen3DSparkForCausalLM):
 class PlannedGemma4DSpark(_Planned, Gemma4DSparkForCausalLM):
     """DSpark and DeepSpec's DFlash for Gemma-4 targets."""
 
+    # The checkpoint has both. vLLM's V1 runner asks, and would give it the target's.
+    has_own_embed_tokens = True
+    has_own_lm_head = True
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        # vLLM counts this drafter's layers from 0, where a text-only target has layers of the same names.
+        super().__init__(vllm_config=vllm_config, prefix=prefix or "drafter")
+
 
 class NoMarkovHead(nn.Module):
     """The Markov head of rank 0: no bias."""
@@ -126,6 +135,12 @@ class NoMarkovHead(nn.Module):
     def bias(self, markov_embed: Tensor, logits_processor: Any) -> Tensor:
         """Nothing to add: ``[n, 1]`` zeros, for every logit of a row."""
         return markov_embed.new_zeros(len(markov_embed), 1)
+
+    def apply_bias_gathered(
+        self, markov_embed: Tensor, logits: Tensor, values: Tensor, index: Tensor, scale: float = 1.0
+    ) -> Tensor:
+        """The chosen ``values`` as they are, at ``index`` of ``logits``."""
+        return logits.scatter_(1, index, values)
 
 
 def _markov_head(vocab_size: int, draft_vocab_size: int, markov_rank: int, *rest: Any, **named: Any) -> nn.Module:

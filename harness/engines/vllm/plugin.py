@@ -35,10 +35,12 @@ ARCHITECTURES = {
 
 @dataclass(frozen=True)
 class Settings:
-    """The plugin's setting: the method, and whether the drafts of every round are kept (for tests and diagnostics)."""
+    """The plugin's setting: the method, whether the drafts of every round are kept (for tests and diagnostics), and on
+    CUDA what reads: "flash_attention" (unless said otherwise) or "triton"."""
 
     method: Method
     trace: bool = False
+    kernels: str | None = None
 
 
 def settings(additional_config: Any) -> Settings | None:
@@ -51,12 +53,15 @@ def settings(additional_config: Any) -> Settings | None:
     raw = additional_config[KEY]
     if not isinstance(raw, Mapping) or not isinstance(raw.get("method"), str):
         raise ValueError(f"additional_config.{KEY} is {raw!r}: give {{'method': name, 'options': {{...}}}}")
-    if unknown := sorted(set(raw) - {"method", "options", "trace"}):
-        raise ValueError(f"additional_config.{KEY} has no key {unknown[0]!r}; it has method, options and trace")
-    options, trace = raw.get("options") or {}, raw.get("trace", False)
+    if unknown := sorted(set(raw) - {"method", "options", "trace", "kernels"}):
+        known = "method, options, trace and kernels"
+        raise ValueError(f"additional_config.{KEY} has no key {unknown[0]!r}; it has {known}")
+    options, trace, kernels = raw.get("options") or {}, raw.get("trace", False), raw.get("kernels")
+    if kernels not in (None, "flash_attention", "triton"):
+        raise ValueError(f"additional_config.{KEY}.kernels is {kernels!r}: must be flash_attention or triton")
     if not isinstance(options, Mapping) or not isinstance(trace, bool):
         raise ValueError(f"additional_config.{KEY}: options must be an object and trace true or false, got {raw!r}")
-    return Settings(make_method(raw["method"], **options), trace)
+    return Settings(make_method(raw["method"], **options), trace, kernels)
 
 
 def register() -> None:

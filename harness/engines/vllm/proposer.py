@@ -38,14 +38,14 @@ class PlannedProposer(DFlashProposer):
             self._anchored = drafter_config(served.model, served.revision).family != "dflash"
         self._attention: TargetAttention | None = None
         self._request, self._context = "", 0
-        self._table: Tensor | None = None
         self._weights: Tensor | None = None
 
     def load_model(self, target_model: torch.nn.Module) -> None:
         super().load_model(target_model)
         reads = self.reads
         if reads is not None and isinstance(reads.method, CMR):
-            self._attention = TargetAttention(self.vllm_config, self._draft_attn_layer_names, reads.block + 1)
+            names, rows = self._draft_attn_layer_names, reads.block + 1
+            self._attention = TargetAttention(self.vllm_config, names, rows, self.device)
 
     @property
     def reads(self) -> DrafterReads | None:
@@ -63,16 +63,6 @@ class PlannedProposer(DFlashProposer):
         finally:
             self.num_speculative_tokens = proposals
         return total, torch.arange(total, dtype=torch.int64, device=self.device), metadata
-
-    def build_model_inputs_first_pass(self, *args: Any, **named: Any) -> Any:
-        inputs = super().build_model_inputs_first_pass(*args, **named)  # the context is in the caches now
-        reads = self.reads
-        if reads is not None and reads.reading and reads.host_driven:
-            assert self._table is not None
-            reads.committed(self._context, self._table)
-            if self._weights is not None:
-                reads.reader.target_attention(self._weights)
-        return inputs
 
     def propose(
         self,
@@ -127,11 +117,12 @@ class PlannedProposer(DFlashProposer):
         self._weights = None
         if not reads.host_driven:
             return
-        self._table = metadata.block_table_tensor[0]
         if self._attention is not None and wanted:
             fed = int(metadata.query_start_loc_cpu[1])
-            table = self._attention.table(self.runner)
+            group = self._attention.group(self.runner.kv_cache_config)
+            table = self.runner.input_batch.block_table[group].get_device_tensor(1)[0]
             self._weights = self._attention.weights(fed - rejected - 1, table, self._context)
+        reads.storing(self._context, metadata.block_table_tensor[0], self._weights)
 
     def _sample_draft_tokens(self, hidden_states: Tensor, sampling_metadata: Any) -> tuple[Tensor, Tensor | None]:
         if not self._anchored:

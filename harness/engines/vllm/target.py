@@ -25,7 +25,7 @@ class TargetAttention:
     ValueError if the target has no full-attention layer.
     """
 
-    def __init__(self, vllm_config: VllmConfig, drafter_layers: set[str], rows: int):
+    def __init__(self, vllm_config: VllmConfig, drafter_layers: set[str], rows: int, device: torch.device):
         layers = get_layers_from_vllm_config(vllm_config, Attention)
         full = [
             layer for name, layer in layers.items() if name not in drafter_layers and layer.sliding_window is None
@@ -33,32 +33,28 @@ class TargetAttention:
         if not full:
             raise ValueError("this target has no full-attention layer, so CMR has nothing to score with")
         self.layer = full[-1]
-        impl = self.layer.impl
-        self.kernel = impl
+        self.kernel: Any = self.layer.impl
         # A fixed buffer: a captured graph of the verification keeps writing the same memory.
-        self.queries: Tensor | None = None
-        self.rows = rows
-        self._forward = impl.forward
-        impl.forward = self._kept
+        shape = (rows, self.layer.num_heads, self.layer.head_size)
+        self.queries = torch.zeros(shape, dtype=vllm_config.model_config.dtype, device=device)
+        self._forward = self.kernel.forward
+        self.kernel.forward = self._kept
 
     def _kept(self, layer: Any, query: Tensor, *rest: Any, **named: Any) -> Tensor:
-        if len(query) <= self.rows:
-            if self.queries is None:
-                self.queries = query.new_zeros(self.rows, *query.shape[1:])
+        if len(query) <= len(self.queries):  # a verification, not a piece of a prompt
             self.queries[: len(query)].copy_(query)
         return self._forward(layer, query, *rest, **named)
 
-    def table(self, runner: Any) -> Tensor:
-        """The layer's block table of the first request, on the V1 runner."""
-        for group, spec in enumerate(runner.kv_cache_config.kv_cache_groups):
-            if self.layer.layer_name in spec.layer_names:
-                return runner.input_batch.block_table[group].get_device_tensor(1)[0]
+    def group(self, kv_cache_config: Any) -> int:
+        """The index of the KV-cache group that the layer is in."""
+        for index, group in enumerate(kv_cache_config.kv_cache_groups):
+            if self.layer.layer_name in group.layer_names:
+                return index
         raise AssertionError(f"{self.layer.layer_name} is in no KV-cache group")
 
     def weights(self, row: int, table: Tensor, length: int) -> Tensor:
         """``[length]`` float32: weights of a row of the latest verification over entries ``0..length-1``, averaged over
         heads. ``table [max_pages]``: the layer's block table."""
-        assert self.queries is not None, "no verification has run"
         keys = self._keys(table, length)
         return row_weights(self.queries[row], keys.transpose(0, 1), float(self.kernel.scale))
 
