@@ -6,10 +6,13 @@ BIN := $(VENV)/bin
 # vLLM pins other versions of shared packages, so it has an environment of its own (2.5 GB, for a CPU).
 VENV_VLLM ?= .venv-vllm
 BIN_VLLM := $(VENV_VLLM)/bin
+# So does SGLang, whose own classes are tested on a CPU (3 GB; its engine needs a GPU).
+VENV_SGLANG ?= .venv-sglang
+BIN_SGLANG := $(VENV_SGLANG)/bin
 # One thread per test process: two that share two cores are several times slower than two that don't compete.
 WORKERS ?= 2
 
-.PHONY: demo test fast-test check install install-dev vllm-env vllm-test clean
+.PHONY: demo test fast-test check install install-dev vllm-env vllm-test sglang-env sglang-test clean
 
 demo: install
 	$(BIN)/fold-bench
@@ -29,6 +32,11 @@ vllm-env: $(BIN_VLLM)/.installed
 # A module stays on one worker: its tests share started engines.
 vllm-test: vllm-env
 	OMP_NUM_THREADS=1 $(BIN_VLLM)/python -m pytest -n $(WORKERS) --dist loadscope tests/vllm
+
+sglang-env: $(BIN_SGLANG)/.installed
+
+sglang-test: sglang-env
+	OMP_NUM_THREADS=1 $(BIN_SGLANG)/python -m pytest -n $(WORKERS) --dist worksteal tests/sglang_engine
 
 install: $(BIN)/.installed
 install-dev: $(BIN)/.installed-dev
@@ -55,9 +63,20 @@ $(BIN_VLLM)/.installed: requirements-vllm.txt pyproject.toml | $(BIN_VLLM)/pytho
 	$(BIN_VLLM)/python -m pip install -q --disable-pip-version-check --no-deps -e .
 	@touch $@
 
+$(BIN_SGLANG)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "fold-bench needs Python 3.11 or newer; name one with PYTHON=..."; exit 2; }
+	@$(PYTHON) -m venv $(VENV_SGLANG)
+
+$(BIN_SGLANG)/.installed: requirements-sglang.txt pyproject.toml | $(BIN_SGLANG)/python
+	$(BIN_SGLANG)/python -m pip install -q --disable-pip-version-check -r requirements-sglang.txt
+	$(BIN_SGLANG)/python -m pip install -q --disable-pip-version-check --no-deps sglang==0.5.18 torchvision==0.28.0
+	$(BIN_SGLANG)/python -m pip install -q --disable-pip-version-check --no-deps -e .
+	@touch $@
+
 $(BIN)/.installed-dev: requirements-dev.txt $(BIN)/.installed
 	$(BIN)/python -m pip install -q --disable-pip-version-check -r requirements-dev.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV_VLLM) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV_VLLM) $(VENV_SGLANG) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
