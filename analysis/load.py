@@ -14,12 +14,12 @@ import json
 import math
 import multiprocessing
 import os
-from array import array
+import re
 from bisect import bisect
 from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ import numpy as np
 import pandas as pd
 
 from harness.guards import LOOP, repetition
-from harness.records import AR, AR_AGAIN, RANDOM_WEIGHTS, Record, RecordError, read_lines, read_records, tau, tpot
+from harness.records import AR, AR_AGAIN, RANDOM_WEIGHTS, SCHEMA, Record, RecordError, read_lines, read_records
 
 # A cell is what a table prints: one task (at one length level) of one pair in one engine.
 CELL = ["pair", "engine", "benchmark", "task", "level"]
@@ -109,16 +109,18 @@ def load(paths: Path | str | Iterable[Path | str], synthetic: bool = False) -> R
                 agreement.extend(value for _, value in read_lines(log))
         except RecordError as error:
             raise LoadError(str(error)) from None
-    rows: list[dict[str, Any]] = []
+    columns: Columns = {name: [] for name in COLUMNS}
     provenance: dict[str, dict[str, Any]] = {}
+    made_up: str | None = None
     for (file, _), found in zip(jobs, _read_all(jobs), strict=True):
-        rows.extend(found)
-        for name in {row["run"] for row in found}:
-            provenance.setdefault(name, files_of[file])
-    made_up = next((row["run"] for row in rows if row["engine"].endswith(RANDOM_WEIGHTS)), None)
+        for name, values in found.items():
+            columns[name] += values
+        for run, engine in dict.fromkeys(zip(found.get("run", []), found.get("engine", []), strict=True)):
+            provenance.setdefault(run, files_of[file])
+            made_up = made_up or (run if engine.endswith(RANDOM_WEIGHTS) else None)
     if made_up is not None and not synthetic:
         raise LoadError(f"run {made_up} has random weights, so no acceptance and no speedup; leave it out")
-    table = _tidy(rows)
+    table = _tidy(columns)
     warm = table["warmup"]
     paired = _pair(table[~warm].drop(columns="warmup"))
     return Runs(warmups=table[warm], agreement=agreement, provenance=provenance, **paired)
@@ -145,97 +147,141 @@ def _run_dirs(path: Path) -> list[Path]:
     return found
 
 
-def _read_all(jobs: list[tuple[Path, str]]) -> list[list[dict[str, Any]]]:
-    """Rows of each file; large inputs are read by several processes, since most of the time goes into parsing JSON."""
+Columns = dict[str, list[Any]]
+
+
+def _read_all(jobs: list[tuple[Path, str]]) -> list[Columns]:
+    """Columns of each file; large inputs are read by several processes, since most of the time goes into parsing."""
     workers = min(len(jobs), len(os.sched_getaffinity(0)))
     if workers < 2 or sum(file.stat().st_size for file, _ in jobs) < PARALLEL_BYTES:
-        return [_read(job) for job in jobs]
+        return [_read(*job) for job in jobs]
     # Forked, not spawned: a child only parses, and a spawned one would import the caller's script again.
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
-        return list(pool.map(_read, jobs))
+        return list(pool.map(_read, *zip(*jobs, strict=True)))
 
 
-def _read(job: tuple[Path, str]) -> list[dict[str, Any]]:
-    file, pair = job
-    rows: list[dict[str, Any]] = []
+def _read(file: Path, pair: str) -> Columns:
+    rows: list[tuple[Any, ...]] = []
+    # Names are repeated in every record: one object for each keeps memory, and what a reader sends back, small.
+    shared: dict[str, str] = {}
     try:
-        for record in read_records(file):
-            if (broken := _impossible(record)) is not None:
-                raise ValueError(broken)
-            rows.append(_row(record, pair or record.unit.rsplit("/", 3)[0]))
-    except RecordError as error:
-        raise LoadError(str(error)) from None
-    except (TypeError, ValueError, AttributeError) as error:
+        with file.open("rb") as lines:
+            for line in lines:
+                if not line.endswith(b"\n"):
+                    break
+                rows.append(_row(*_parse(line), pair, shared))
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
+        try:
+            for _ in read_records(file):  # which says it better where the line is no record at all
+                pass
+        except RecordError as damage:
+            raise LoadError(str(damage)) from None
         # Every line is a record, so the rows read so far give its number.
         where = f"{file}, line {len(rows) + 1} is damaged"
         raise LoadError(f"{where} ({error}); restore it or remove that line") from None
-    return rows
+    return dict(zip(COLUMNS, map(list, zip(*rows, strict=True)), strict=True)) if rows else {}
 
 
-def _impossible(record: Record) -> str | None:
-    """What would turn into a wrong number, or None: the invariants of the writer (harness.records) that need no K, in
-    a form that costs next to nothing, since a file may have been edited or written by another tool.
+_IDS = re.compile(rb'"output_ids": ?\[([\d, ]*)\]')
+_FIELDS = {entry.name for entry in fields(Record)}
+
+
+def _parse(line: bytes) -> tuple[dict[str, Any], bytes]:
+    """A record's fields without its output ids, and those as text ("5,7,7").
+
+    Token ids are most of a record and are only counted and compared, so they are not made into numbers. Raises
+    ValueError for what is no record.
+    """
+    ids = b""
+    if (found := _IDS.search(line)) is not None:
+        ids = found[1].replace(b", ", b",")
+        line = line[: found.start(1)] + line[found.end(1) :]
+        if b",," in ids or b",0" in ids or b" " in ids or ids[:1] in (b"0", b",") or ids[-1:] == b",":
+            ids = ",".join(map(str, json.loads(b"[" + ids + b"]"))).encode()  # the unusual, in the usual form
+    value = json.loads(line.decode())
+    if not isinstance(value, dict) or value.keys() != _FIELDS or value["schema"] != SCHEMA:
+        raise ValueError("no record")
+    if value["output_ids"] != [] or type(value["prompt_tokens"]) is not int:
+        raise ValueError("output_ids or prompt_tokens is missing")
+    return value, ids
+
+
+def _row(value: dict[str, Any], ids: bytes, pair: str, shared: dict[str, str]) -> tuple[Any, ...]:
+    """A record as a row of COLUMNS. Raises ValueError for what would turn into a wrong number: the invariants of the
+    writer (harness.records) that need no K, since a file may have been edited or written by another tool.
     """
     for name in ("run", "request_id", "benchmark", "task", "method", "error"):
-        if not isinstance(getattr(record, name), str):
-            return f"{name} is {getattr(record, name)!r}, not text"
-    if not isinstance(record.method_config, dict) or not isinstance(record.round_s, dict):
-        return "method_config or round_s is not an object"
-    if not isinstance(record.output_ids, list) or not isinstance(record.prompt_tokens, int):
-        return "output_ids or prompt_tokens is missing"
-    if record.error:
-        return None
-    cap = max(record.proposals, default=254) + 1
-    if record.commits and not 1 <= min(record.commits) <= max(record.commits) <= cap:
-        return f"a round committed fewer than 1 or more than {cap} tokens"
-    if not 0 <= record.last_token_s - record.first_token_s < math.inf:
-        return f"first token at {record.first_token_s} s, last at {record.last_token_s} s"
-    return None
-
-
-def _row(record: Record, pair: str) -> dict[str, Any]:
-    """One record as a flat row. Token ids are hashed and dropped: they are most of a record and are only compared."""
-    committed, rounds = sum(record.commits), len(record.commits)
-    mean, seconds = tau(record), tpot(record)
-    if record.synthetic and not record.autoregressive:
-        mean = None
+        if not isinstance(value[name], str):
+            raise ValueError(f"{name} is {value[name]!r}, not text")
+    config, round_s, commits, proposals = (value[name] for name in ("method_config", "round_s", "commits", "proposals"))
+    if not isinstance(config, dict) or not isinstance(round_s, dict):
+        raise ValueError("method_config or round_s is not an object")
+    error, arm, first, n_out = value["error"], value["method"], value["n_first"], ids.count(b",") + bool(ids)
+    committed, rounds = sum(commits), len(commits)
+    most = max(proposals, default=0)
+    seconds = value["last_token_s"] - value["first_token_s"]
+    if not error:
+        cap = most + 1 if proposals else 255
+        if commits and not 1 <= min(commits) <= max(commits) <= cap:
+            raise ValueError(f"a round committed fewer than 1 or more than {cap} tokens")
+        if not 0 <= seconds < math.inf:
+            raise ValueError(f"first token at {value['first_token_s']} s, last at {value['last_token_s']} s")
+    autoregressive = arm.split("#")[0].split("@")[0] == AR
+    made_up = value["engine"].endswith(RANDOM_WEIGHTS) and not autoregressive
+    mean = committed / rounds if rounds and not made_up else math.nan
     # Counting n-grams of every output would double the time to load; a loop that makes an arm look fast is one whose
     # drafts are mostly accepted.
-    suspect = mean and mean >= 0.5 * (max(record.proposals, default=0) + 1) and not record.autoregressive
-    return {
-        "run": record.run,
-        "pair": pair,
-        "engine": record.engine,
-        "device": record.device_uuid,
-        "benchmark": record.benchmark,
-        "task": record.task,
-        "level": record.level or length_bucket(record.prompt_tokens),
-        "request": record.request_id,
-        "arm": record.method,
-        "config": json.dumps(record.method_config, sort_keys=True) if record.method_config else "{}",
-        "order": record.order,
-        "prompt_tokens": record.prompt_tokens,
-        "n_out": len(record.output_ids),
-        "finish": record.finish,
-        "miscounted": record.n_first + committed != len(record.output_ids) and not record.error,
-        "committed": committed,
-        "rounds": rounds,
-        "tau": np.nan if mean is None else mean,
-        "tau_unclipped": np.nan if mean is None else (committed + record.overrun) / rounds,
-        "round_ms": 1e3 * (record.last_token_s - record.first_token_s) / rounds if rounds else np.nan,
-        "tpot_ms": 1e3 * seconds if seconds else np.nan,
-        "prefill_s": record.prefill_s,
-        "output": hash(tuple(record.output_ids)),
-        "repetition": repetition(record.output_ids) if suspect else 0.0,
-        "base_ids": array("I", record.output_ids).tobytes() if record.method == AR else b"",
-        "round_s": record.round_s,
-        "skipped_rounds": record.skipped_rounds,
-        "commits": b"" if record.autoregressive else bytes(record.commits),
-        "proposals": bytes(record.proposals),
-        "attempt": record.attempt,
-        "warmup": record.warmup,
-        "error": record.error,
-    }
+    suspect = not autoregressive and mean >= 0.5 * (most + 1)
+    names = (
+        value["run"],
+        pair or value["unit"].rsplit("/", 3)[0],
+        value["engine"],
+        value["device_uuid"],
+        value["benchmark"],
+        value["task"],
+        value["level"] or length_bucket(value["prompt_tokens"]),
+        arm,
+        json.dumps(config, sort_keys=True) if config else "{}",
+        value["finish"],
+    )
+    return (
+        *map(shared.setdefault, names, names),
+        value["request_id"],
+        value["order"],
+        value["prompt_tokens"],
+        n_out,
+        first + committed != n_out and not error,
+        committed,
+        rounds,
+        mean,
+        mean + value["overrun"] / rounds if rounds else math.nan,
+        1e3 * seconds / rounds if rounds else math.nan,
+        1e3 * (seconds / (n_out - first)) if n_out > first and seconds and not error else math.nan,
+        value["prefill_s"],
+        hash(ids),
+        repetition(_numbers(ids)) if suspect else 0.0,
+        ids if arm == AR else b"",
+        round_s,
+        value["skipped_rounds"],
+        b"" if autoregressive else bytes(commits),
+        bytes(proposals),
+        value["attempt"],
+        value["warmup"],
+        error,
+    )
+
+
+# What _row returns, in its order.
+NAMES = ("run", "pair", "engine", "device", "benchmark", "task", "level", "arm", "config", "finish")
+COLUMNS = (
+    *NAMES, "request", "order", "prompt_tokens", "n_out", "miscounted", "committed", "rounds", "tau", "tau_unclipped",
+    "round_ms", "tpot_ms", "prefill_s", "output", "repetition", "base_ids", "round_s", "skipped_rounds", "commits",
+    "proposals", "attempt", "warmup", "error",
+)  # fmt: skip
+
+
+def _numbers(ids: bytes) -> list[int]:
+    return [int(text) for text in ids.split(b",")] if ids else []
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -250,17 +296,25 @@ def _read_json(file: Path) -> dict[str, Any]:
 # -------------------------------------------------------------------------------------------------------------- pairing
 
 
-def _tidy(rows: list[dict[str, Any]]) -> pd.DataFrame:
-    table = pd.DataFrame(rows)
-    if len(table) == 0:
+def _tidy(columns: Columns) -> pd.DataFrame:
+    if not columns["run"]:
         raise LoadError("the run directories hold no records yet")
-    for name in ("run", "pair", "engine", "device", "benchmark", "task", "level", "config", "finish"):
-        table[name] = table[name].astype("category")
     # Plain objects: pandas' own string type is many times slower to iterate over.
-    table = table.astype({"request": object, "error": object, "arm": object, "warmup": bool})
-    table["method"] = pd.Categorical([arm.split("#")[0] for arm in table["arm"]])
+    given = {name: pd.Series(values, dtype=_TYPES.get(name)) for name, values in columns.items()}
+    table = pd.DataFrame(given)
+    for name in NAMES:
+        table[name] = _categories(columns[name])
+    table["method"] = _categories([arm.split("#")[0] for arm in columns["arm"]])
     table["arm"] = _arm_names(table)
     return table
+
+
+_OBJECTS = (*NAMES, "request", "error", "base_ids", "round_s", "commits", "proposals")
+_TYPES: dict[str, Any] = {**dict.fromkeys(_OBJECTS, object), "warmup": bool}
+
+
+def _categories(values: list[str]) -> pd.Categorical:
+    return pd.Categorical(values, categories=pd.Index(sorted(set(values)), dtype=object))
 
 
 def _arm_names(table: pd.DataFrame) -> pd.Series:
@@ -320,10 +374,11 @@ def _pair(table: pd.DataFrame) -> dict[str, pd.DataFrame]:
     table = table.drop(columns="base_ids").merge(pairs.rename(columns=of_ar), on=where, how="left")
     loops = (table["repetition"] > LOOP) & table["tpot_ar_ms"].notna()
     table["repetition_ar"] = 0.0
-    table.loc[loops, "repetition_ar"] = [repetition(array("I", ids)) for ids in table.loc[loops, "base_ids"]]
+    table.loc[loops, "repetition_ar"] = [repetition(_numbers(ids)) for ids in table.loc[loops, "base_ids"]]
     table["same"] = table["output"] == table["output_ar"]
     table["speedup"] = table["tpot_ar_ms"] / table["tpot_ms"]
-    made_up = table["engine"].astype(str).str.endswith(RANDOM_WEIGHTS) & ~table["method"].isin([AR, AR_AGAIN])
+    engines = [name for name in table["engine"].cat.categories if name.endswith(RANDOM_WEIGHTS)]
+    made_up = table["engine"].isin(engines) & ~table["method"].isin([AR, AR_AGAIN])
     table.loc[made_up, "speedup"] = np.nan
     unpaired = table["good"] & table["tpot_ar_ms"].isna()
     table.loc[unpaired, "reason"] = "no autoregressive record on the same device"

@@ -114,22 +114,23 @@ class Data:
         self.runs = runs
         names = {paper.task_key(task): task for task in paper.TASKS}
         used = runs.used.copy()
-        tasks = used["task"].astype(object)
-        used["task"] = tasks.map({task: names.get(paper.task_key(task), task) for task in set(tasks)})
-        used["bucket"] = [length_bucket(tokens) for tokens in used["prompt_tokens"]]
+        known = {task: names.get(paper.task_key(task), task) for task in used["task"].unique()}
+        # Plain objects, as in analysis.load.
+        used["task"] = pd.Series([known[task] for task in used["task"]], used.index, object)
+        used["bucket"] = pd.Series([length_bucket(tokens) for tokens in used["prompt_tokens"]], used.index, object)
         self.used = used
         self._sources: dict[str, Source] = {}
 
     def models(self) -> list[str]:
         """The paper's targets that these records hold, in the paper's order."""
-        here = {paper.PAIRS[pair].model for pair in set(self.used["pair"].astype(str)) if pair in paper.PAIRS}
+        here = {paper.PAIRS[pair].model for pair in self.used["pair"].unique() if pair in paper.PAIRS}
         return [model for model in paper.WINDOW if model in here]
 
     def rows(self, model: str, drafter: str, sglang: bool = False) -> pd.DataFrame:
         """Rows of one pair in one engine: SGLang if asked for, else vLLM or the only other one. Raises LoadError."""
         pairs = [name for name, pair in paper.PAIRS.items() if pair == paper.Pair(model, drafter)]
         rows = self.used[self.used["pair"].isin(pairs)]
-        engines = sorted(set(rows["engine"].astype(str)))
+        engines = sorted(rows["engine"].unique())
         wanted = [e for e in engines if (e == "sglang") == sglang]
         if "vllm" in wanted:
             wanted = ["vllm"]
@@ -330,7 +331,8 @@ def _alpha_means(data: Data, model: str) -> Resampler:
     rows = data.rows(model, "DFlash")
     rows = rows[(rows["method"] == "fold") & (rows["prompt_tokens"] > paper.WINDOW[model])]
     rows = rows[~rows["arm"].str.contains("#", regex=False).astype(bool)].copy()
-    rows["arm"] = [f"{json.loads(text).get('alpha', 2):g}" for text in rows["config"]]
+    alphas = {text: f"{json.loads(text).get('alpha', 2):g}" for text in rows["config"].unique()}
+    rows["arm"] = pd.Series([alphas[text] for text in rows["config"]], rows.index, object)
     identity = ["benchmark", "task", "request"]
     twice = rows.loc[rows.duplicated([*identity, "arm"]), "arm"]
     if len(twice):
@@ -386,17 +388,19 @@ def table9(data: Data) -> Sheet:
 
 
 def table10(data: Data) -> Sheet:
-    """Llama-3.1-8B in SGLang, over all requests and over those whose outputs equal AR's in every method."""
+    """Llama-3.1-8B in SGLang, over all requests and over those whose outputs equal AR's in every method shown."""
     model = "Llama-3.1-8B"
     rows = data.rows(model, "DFlash", sglang=True)
     rows = rows[rows["task"].isin(paper.SEVEN_GENERAL_TASKS)]
-    identity = pd.MultiIndex.from_arrays([rows["benchmark"].astype(str), rows["task"], rows["request"]])
+    of_all = Source(Resampler(rows, ["task"]))
+    # What another arm in the records does must not shrink the common set.
+    rows = rows[rows["arm"].isin([of_all.arm(method) for method in paper.SGLANG_METHODS])]
+    identity = pd.MultiIndex.from_arrays([rows["benchmark"].astype(object), rows["task"], rows["request"]])
     differing = identity[(~rows["same"]).to_numpy()].unique()
     common = rows[~identity.isin(differing)]
     counts = {"All requests": identity.nunique(), "Common set": identity.nunique() - len(differing)}
     cells: dict[Key, Estimate | str] = {}
-    for column, part in (("All requests", rows), ("Common set", common)):
-        source = Source(Resampler(part, ["task"]))
+    for column, source in (("All requests", of_all), ("Common set", Source(Resampler(common, ["task"])))):
         for method, name in paper.SGLANG_METHODS.items():
             for metric in ("tau", "speedup"):
                 parts = [source.task(method, metric, task) for task in paper.SEVEN_GENERAL_TASKS]
@@ -565,7 +569,7 @@ def provenance_lines(runs: Runs) -> list[str]:
         commit = (begin.get("code") or {}).get("commit")
         versions.append(", ".join([*wanted, *([f"commit {commit[:10]}"] if commit else [])]))
     names = ", ".join(dict.fromkeys(runs.provenance))
-    engines = ", ".join(dict.fromkeys(runs.used["engine"].astype(str)))
+    engines = ", ".join(runs.used["engine"].unique())
     lines = [f"Engine: {engines}. Device: {'; '.join(dict.fromkeys(devices))}."]
     if any(versions):
         lines.append(f"Versions: {'; '.join(dict.fromkeys(v for v in versions if v))}.")

@@ -74,7 +74,7 @@ def write(folder: Path, rng: np.random.Generator) -> int:
                             first_token_s=10.0,
                             last_token_s=10.0 + float(rng.uniform(1, 2)),
                         )
-                        out.write(json.dumps(asdict(record)) + "\n")
+                        out.write(json.dumps(asdict(record), separators=(",", ":")) + "\n")
                         written += 1
                         if written == RECORDS:
                             return written

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -104,6 +105,25 @@ def test_comparison_finds_the_paper_inside(
     assert "Table 9: 28 of 28 cells measured, 28 inside" in capsys.readouterr().out
     text = (tmp_path / "compare.md").read_text()
     assert "published" in text and "| Qwen3-8B | FOLD | LBv2 | speedup | 4.00× | 4.00 | inside | 1.000 |" in text
+
+
+@pytest.mark.parametrize(
+    ("number", "build"),
+    [
+        (4, paper_records.lca_changes),
+        (5, lambda folder: paper_records.alpha(folder, 5, 36)),
+        (10, paper_records.sglang),
+        (11, paper_records.lbv2_buckets),
+        (12, lambda folder: paper_records.alpha(folder, 12, 36)),
+    ],
+)
+def test_comparison_of_every_other_table_of_records(number: int, build: Callable, tmp_path: Path) -> None:
+    cells = compare(load(build(tmp_path)), [number]).cells
+    if number in (5, 12):  # the counts of requests are scaled down
+        cells = cells[cells["metric"] != "n"]
+    assert len(cells) > 15 and len(cells) == (published(number)["metric"] != ("n" if number in (5, 12) else "")).sum()
+    assert set(cells["verdict"]) == {INSIDE}, cells[cells["verdict"] != INSIDE]
+    assert ((cells["ratio"].dropna() - 1).abs() < 0.02).all() or number in (4, 11)  # changes of τ may be near 0
 
 
 def test_verdicts() -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from analysis_fixtures import record, write_run
 
+import analysis.load
 from analysis.load import LoadError, length_bucket, load
 from analysis.summary import summarise_runs
 
@@ -167,6 +171,49 @@ def test_an_impossible_record_is_named_and_not_averaged(tmp_path: Path, damage: 
     lines = [record("a"), record("a", "fold", commits=[4]), {**record("b", "fold", commits=[4]), **damage}]
     with pytest.raises(LoadError, match=f"line 3 is damaged.*{told}"):
         load(write_run(tmp_path, lines))
+
+
+@pytest.mark.parametrize(
+    "ids", ["[1,,2]", "[,1]", "[1,]", "[007]", "[1,02]", "[1 2]", "[1.5]", "[true]", '["1"]', "[[1]]", "[1", "{}", "7"]
+)
+def test_output_ids_that_are_none_are_damage(tmp_path: Path, ids: str) -> None:
+    folder = write_run(tmp_path, [record("a"), record("a", "fold", commits=[4])])
+    first, second = (folder / "records.jsonl").read_text().splitlines()
+    second = re.sub(r'("output_ids": )\[[^]]*\]', lambda found: found[1] + ids, second)
+    (folder / "records.jsonl").write_text(f"{first}\n{second}\n")
+    with pytest.raises(LoadError, match=r"records.jsonl, line 2 is damaged"):
+        load(folder)
+
+
+def test_ids_are_the_same_however_they_are_spaced_and_names_may_look_like_them(tmp_path: Path) -> None:
+    name = 'x","output_ids":[1],"y'
+    lines = [record(name), record(name, "fold", commits=[4, 4, 4])]
+    lines[1]["output_ids"] = lines[0]["output_ids"] = [0, 10, 0, *range(10)]
+    folder = write_run(tmp_path, lines)
+    texts = [json.dumps(lines[0]), json.dumps(lines[1], separators=(",", ":"))]
+    (folder / "records.jsonl").write_text("".join(text + "\n" for text in texts))
+    runs = load(folder)
+    assert runs.used["same"].all() and list(runs.used["n_out"]) == [13, 13] and set(runs.used["request"]) == {name}
+
+
+def test_a_foreign_line_is_named(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, [record("a"), {**record("b"), "schema": "other/1"}])
+    with pytest.raises(LoadError, match=r"line 2 is not a record of fold-bench-record/1 \(schema 'other/1'\)"):
+        load(folder)
+    write_run(folder, [record("a"), {"run": "x"}])
+    with pytest.raises(LoadError, match=r"line 2 is not a record"):
+        load(folder)
+
+
+def test_several_readers_give_what_one_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = [
+        write_run(tmp_path / run, [record("a", run=run), record("a", method, commits=[4, 3], run=run)])
+        for run, method in (("r1", "fold"), ("r2", "rerope"))
+    ]
+    alone = load(folders).used
+    monkeypatch.setattr(analysis.load, "PARALLEL_BYTES", 0)
+    monkeypatch.setattr(analysis.load.os, "sched_getaffinity", lambda pid: {0, 1})
+    pd.testing.assert_frame_equal(load(folders).used, alone)
 
 
 def test_tokens_that_do_not_add_up_are_told(tmp_path: Path) -> None:
