@@ -12,6 +12,7 @@ memory once however many rows read it. Sums are float32. Importing this module n
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,7 @@ from methods.paged import Call
 
 LOG2E = 1.4426950408889634
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # as Triton decides when it is imported
 # Numbers whose values a compiled kernel must not depend on, so that methods and shapes share it.
 RUNTIME = [name + part for name in ("shift", "most", "left", "right") for part in "12"] + ["rows", "group", "heads"]
 UNBOUNDED = 2**29  # no bound: farther than any key, and far from the end of int32
@@ -353,7 +355,7 @@ def launch(calls: Sequence[Call], cut: tuple[int, Tile]) -> tuple[Tensor, Tensor
     )  # fmt: skip
     if not alone:
         dims, padded = min(128, _padded(value_dim)), triton.next_power_of_2(splits)
-        places = max(1, 16 // padded) if device.type == "cuda" else 64  # few programs suit the interpreter
+        places = 64 if INTERPRETED else max(1, 16 // padded)  # few programs suit the interpreter
         _combine_kernel[triton.cdiv(rows * heads, places), triton.cdiv(value_dim, dims)](
             parts, lses, out, mass, *_keys_of(near), *_keys_of(far), rows, heads, splits, near.sharpen, far.sharpen,
             TWO=two, KEYS=tile.keys, DV=value_dim, DIMS=dims, SPLITS_PAD=padded, PLACES=places, num_warps=4,
