@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,12 @@ def request(limit: int = 8) -> Request:
 
 
 def workers(parent: int) -> list[psutil.Process]:
-    return [p for p in psutil.Process(parent).children(recursive=True) if "harness.engines.vllm.worker" in p.cmdline()]
+    found = []
+    for process in psutil.Process(parent).children(recursive=True):
+        with suppress(psutil.Error):  # it is just ending
+            if "harness.engines.vllm.worker" in process.cmdline():
+                found.append(process)
+    return found
 
 
 def the_worker() -> psutil.Process:

@@ -290,7 +290,7 @@ def _require_plugin() -> None:
     try:
         found[0].load()
     except Exception as error:
-        raise RuntimeError(f"the plugin fold_bench does not load: {type(error).__name__}: {error}") from error
+        raise RuntimeError(f"the plugin fold_bench does not load: {type(error).__name__}: {error}") from None
 
 
 if __name__ == "__main__":
