@@ -12,7 +12,7 @@ BIN_SGLANG := $(VENV_SGLANG)/bin
 # One thread per test process: two that share two cores are several times slower than two that don't compete.
 WORKERS ?= 2
 
-.PHONY: demo test fast-test check install install-dev vllm-env vllm-test sglang-env sglang-test clean
+.PHONY: demo test fast-test check gpu-check install install-dev vllm-env vllm-test sglang-env sglang-test clean
 
 demo: install
 	$(BIN)/fold-bench
@@ -26,6 +26,11 @@ fast-test: install-dev
 check: install-dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# Needs only torch, Triton and a GPU, which the machine's own Python may have: nothing is installed or fetched.
+# ARGS=--dry-run executes on a CPU what needs no GPU.
+gpu-check:
+	@$(PYTHON) -m benchmarks.gpu_check $(ARGS)
 
 vllm-env: $(BIN_VLLM)/.installed
 

@@ -20,9 +20,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from harness.records import RecordError
 from harness.requests import write_atomic
 
 SCHEMA = "fold-bench-run/1"
@@ -114,7 +111,7 @@ def cpu() -> dict[str, Any]:
         "governor": _read("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"),
         "turbo_off": _read("/sys/devices/system/cpu/intel_pstate/no_turbo"),
         "threads": sys.modules["torch"].get_num_threads() if "torch" in sys.modules else None,
-        "memory_bytes": psutil.virtual_memory().total,
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "load_average": _load(),
     }
 
@@ -214,6 +211,8 @@ class RunFile:
     def write(self) -> None:
         """Replace the file. Raises RecordError if that is impossible; the earlier one then stays."""
         text = json.dumps(self.content, indent=1, ensure_ascii=False, default=str) + "\n"
+        from harness.records import RecordError
+
         try:
             write_atomic(self.path, text.encode())
         except OSError as error:
@@ -267,13 +266,15 @@ def _cpu_model() -> str:
 
 def _mhz() -> float | None:
     with suppress(Exception):  # some virtual machines have no frequency, and psutil then raises various errors
+        import psutil
+
         frequency = psutil.cpu_freq()
         return frequency.current if frequency else None
     return None
 
 
 def _load() -> list[float]:
-    return [round(value, 2) for value in psutil.getloadavg()]
+    return [round(value, 2) for value in os.getloadavg()]
 
 
 def _read(path: str) -> str | None:

@@ -21,8 +21,6 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 SCHEMA = "fold-bench-record/1"
 RECORDS = "records.jsonl"
 
@@ -207,6 +205,8 @@ class RecordWriter:
     """
 
     def __init__(self, run_dir: Path, run: str, proposals: int) -> None:
+        from filelock import FileLock, Timeout  # here: what only names a record does without
+
         self.run, self.proposals = run, proposals
         self.path = run_dir / RECORDS
         self._owner = run_dir / ".writer"

@@ -14,9 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import hf_hub_download, snapshot_download
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from harness.drafters.config import HEAD_TENSORS, DrafterConfig, as_json, parse_config, tensor_shapes
@@ -39,7 +36,7 @@ def read_config(
     where = f"{source}: config.json"
     folder = _local(source)
     if folder is None:
-        path = Path(_download(hf_hub_download, source, revision, offline, filename="config.json"))
+        path = Path(_download("hf_hub_download", source, revision, offline, filename="config.json"))
     else:
         path = folder / "config.json"
     return parse_config(_read_json(path, where), where=where, block=block)
@@ -51,7 +48,7 @@ def fetch(source: str | Path, *, revision: str | None = None, offline: bool = Fa
     if folder is not None:
         return folder
     patterns = ["config.json", "*.safetensors", _INDEX]
-    return Path(_download(snapshot_download, source, revision, offline, allow_patterns=patterns))
+    return Path(_download("snapshot_download", source, revision, offline, allow_patterns=patterns))
 
 
 @contextmanager
@@ -60,6 +57,8 @@ def open_weights(folder: Path, config: DrafterConfig) -> Iterator[Take]:
 
     Raises ``DrafterError`` for missing, unexpected or misshapen tensors, unreadable files, and pickled weights.
     """
+    from safetensors import SafetensorError, safe_open  # drafters of random weights do without
+
     with ExitStack() as stack:
         found: dict[str, Any] = {}
         for path in _weight_files(folder):
@@ -80,6 +79,8 @@ def save_drafter(folder: str | Path, config: DrafterConfig, tensors: Mapping[str
 
     Raises ``DrafterError`` if the tensors are not those of the config. Each file appears complete or not at all.
     """
+    from safetensors.torch import save_file
+
     folder = Path(folder)
     _check_tensors(config, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -133,9 +134,11 @@ def _local(source: str | Path) -> Path | None:
     return None
 
 
-def _download(get: Callable[..., str], source: str | Path, revision: str | None, offline: bool, **what: Any) -> str:
+def _download(name: str, source: str | Path, revision: str | None, offline: bool, **what: Any) -> str:
+    import huggingface_hub
+
     try:
-        return get(str(source), revision=revision, local_files_only=offline, **what)
+        return getattr(huggingface_hub, name)(str(source), revision=revision, local_files_only=offline, **what)
     except Exception as error:  # the Hub client's own, httpx's and the system's errors alike: the user needs one line
         at = f" at revision {revision}" if revision else ""
         where = "in the local Hub cache (offline)" if offline else "on the Hub"

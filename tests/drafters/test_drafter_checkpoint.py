@@ -515,7 +515,7 @@ def test_sources_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_hub_id_fetches_the_config_first_and_no_pickles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from harness.drafters import checkpoint
+    import huggingface_hub
 
     config = parse_config(ZLAB)
     save_drafter(tmp_path, config, random_tensors(config, 5))
@@ -529,8 +529,8 @@ def test_a_hub_id_fetches_the_config_first_and_no_pickles(tmp_path: Path, monkey
         asked.append({"source": source, **options})
         return str(tmp_path)
 
-    monkeypatch.setattr(checkpoint, "hf_hub_download", file)
-    monkeypatch.setattr(checkpoint, "snapshot_download", snapshot)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", file)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     load_drafter("owner/name", revision="abc", block=5, dtype=torch.float32, device="cpu", offline=True)
     pinned = {"source": "owner/name", "revision": "abc", "local_files_only": True}
     wanted = ["config.json", "*.safetensors", "model.safetensors.index.json"]

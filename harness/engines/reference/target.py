@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -89,17 +90,21 @@ def random_target(architecture: Mapping[str, Any], dtype: torch.dtype, device: t
     """A target of the shapes in ``architecture`` (``config.json``'s keys, ``model_type`` among them) with random
     weights. Raises EngineError for shapes that ``transformers`` does not know.
     """
-    from transformers import AutoConfig
-
     from harness.engines.reference.dense import DenseTarget, RandomTensors
-    from harness.engines.reference.hf import TransformersTarget, random_model
 
     shapes = dict(architecture)
+    plain = SimpleNamespace(**{"hidden_act": "silu", **shapes})  # what the lean path asks of a configuration
+    if "model_type" in shapes and DenseTarget.supports(plain):
+        return DenseTarget(RandomTensors(dtype, device, seed), plain, dtype, device)
+    try:
+        from transformers import AutoConfig
+    except ImportError:
+        raise EngineError(f"a {shapes.get('model_type')} target needs transformers, which is not installed") from None
+    from harness.engines.reference.hf import TransformersTarget, random_model
+
     try:
         config = AutoConfig.for_model(shapes.pop("model_type", ""), **shapes)
     except (TypeError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
         raise EngineError(f"target.architecture describes no model that transformers knows ({first})") from None
-    if DenseTarget.supports(config):
-        return DenseTarget(RandomTensors(dtype, device, seed), config, dtype, device)
     return TransformersTarget(random_model(config, dtype, device, seed), dtype, device)
