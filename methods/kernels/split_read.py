@@ -381,7 +381,8 @@ def _keys_of(call: Call) -> tuple[Tensor | int, ...]:
 
 def _stored_alike(call: Call, other: Call) -> bool:
     pages = [None if x.table is None else x.keys.shape[1] for x in (call, other)]
-    return pages[0] == pages[1] and call.keys.shape[2:] == other.keys.shape[2:]
+    dims = [(*x.keys.shape[2:], x.values.shape[3]) for x in (call, other)]
+    return pages[0] == pages[1] and dims[0] == dims[1]
 
 
 def _is_aligned(call: Call) -> bool:

@@ -246,6 +246,18 @@ def test_near_and_far_in_one_launch(splits):
             assert torch.equal(out, alone) and torch.equal(mass, alone_mass)  # an empty part leaves no trace
 
 
+@pytest.mark.parametrize("splits", [2, 4])
+def test_the_smaller_part_keeps_a_split(splits):
+    """A part that is one tile of many still has a program of its own, near or far."""
+    generator = torch.Generator().manual_seed(19)
+    q1, q2, k, raw, v = (normal(generator, *s, 16).float() for s in ((2, 2), (2, 2), *[(130, 1)] * 3))
+    wide, narrow = {"left": 120}, {"left": 10}
+    for bounds, shift in ((wide, -125), (narrow, -2)):
+        near = call_of(q1, k, v, 16, generator, length=130, scale=0.3, **bounds)
+        far = call_of(q2, raw, v, 16, generator, length=130, scale=0.3, shift=shift, right=0, sharpen=2.0)
+        check([near, far], splits, 1e-5)
+
+
 def test_a_sharpened_call_alone_has_the_mass_of_its_root():
     generator = torch.Generator().manual_seed(9)
     q, k, v = (normal(generator, *s, 16).float() for s in ((2, 2), (30, 1), (30, 1)))
