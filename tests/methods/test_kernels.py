@@ -258,6 +258,17 @@ def test_the_smaller_part_keeps_a_split(splits):
         check([near, far], splits, 1e-5)
 
 
+def test_a_far_part_without_keys_takes_no_split():
+    """Within W the read is cut as the original's, so it is the original's to the bit."""
+    generator = torch.Generator().manual_seed(20)
+    q1, q2, k, raw, v = (normal(generator, *s, 16).float() for s in ((2, 2), (2, 2), *[(90, 1)] * 3))
+    near = call_of(q1, k, v, 16, generator, length=88, scale=0.3, shift=2, left=101)
+    far = call_of(q2, raw, v, 16, generator, length=88, scale=0.3, shift=-100, right=0, sharpen=2.0)
+    read = SplitRead(64, splits=3, tile=SMALL)
+    for ours, theirs in zip(read.fused([near, far]), read.fused([near]), strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def test_a_sharpened_call_alone_has_the_mass_of_its_root():
     generator = torch.Generator().manual_seed(9)
     q, k, v = (normal(generator, *s, 16).float() for s in ((2, 2), (30, 1), (30, 1)))
