@@ -17,7 +17,7 @@ import os
 import re
 from bisect import bisect
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -121,6 +121,7 @@ def load(paths: Path | str | Iterable[Path | str], synthetic: bool = False) -> R
     if made_up is not None and not synthetic:
         raise LoadError(f"run {made_up} has random weights, so no acceptance and no speedup; leave it out")
     table = _tidy(columns)
+    columns.clear()  # a full reproduction has a hundred thousand of each
     warm = table["warmup"]
     paired = _pair(table[~warm].drop(columns="warmup"))
     return Runs(warmups=table[warm], agreement=agreement, provenance=provenance, **paired)
@@ -150,14 +151,15 @@ def _run_dirs(path: Path) -> list[Path]:
 Columns = dict[str, list[Any]]
 
 
-def _read_all(jobs: list[tuple[Path, str]]) -> list[Columns]:
+def _read_all(jobs: list[tuple[Path, str]]) -> Iterator[Columns]:
     """Columns of each file; large inputs are read by several processes, since most of the time goes into parsing."""
     workers = min(len(jobs), len(os.sched_getaffinity(0)))
     if workers < 2 or sum(file.stat().st_size for file, _ in jobs) < PARALLEL_BYTES:
-        return [_read(*job) for job in jobs]
+        yield from (_read(*job) for job in jobs)
+        return
     # Forked, not spawned: a child only parses, and a spawned one would import the caller's script again.
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
-        return list(pool.map(_read, *zip(*jobs, strict=True)))
+        yield from pool.map(_read, *zip(*jobs, strict=True))
 
 
 def _read(file: Path, pair: str) -> Columns:

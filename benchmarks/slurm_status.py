@@ -72,7 +72,9 @@ def read(folder: Path) -> None:
     took = time.perf_counter() - started
     cpu = time.process_time()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    print(f"fold-status: {took:.2f} s (processor time of the whole process {cpu:.2f} s)")
+    readers = resource.getrusage(resource.RUSAGE_CHILDREN)
+    readers_s = readers.ru_utime + readers.ru_stime
+    print(f"fold-status: {took:.2f} s (processor time: {cpu:.2f} s of this process, {readers_s:.2f} s of its readers)")
     print(f"peak memory {peak / 1024:.0f} MiB, {before / 1024:.0f} MiB of it before reading")
     started = time.perf_counter()
     states = view.read()
