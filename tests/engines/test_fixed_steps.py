@@ -10,13 +10,18 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import yaml
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from harness.drafters import parse_config, random_drafter
+from harness.drafters import Drafter, parse_config, random_drafter, tensor_shapes
 from harness.engines.base import EngineError, Generation
+from harness.engines.reference.dense import DenseTarget
 from harness.engines.reference.engine import ReferenceEngine
 from harness.engines.reference.fixed import (
     PAGE,
@@ -24,13 +29,13 @@ from harness.engines.reference.fixed import (
     Fixed,
     FixedDrafting,
     FixedReader,
-    chooses_on_host,
     far_from,
     triton_executors,
 )
 from harness.engines.reference.target import open_target
 from methods import make_method
 from methods.cache import ContextCache, DrafterGeometry
+from methods.paged import torch_attend
 from methods.reader import DenseReader
 from methods.reading import LayerGeometry, RequestGeometry
 from methods.rope import build_rope
@@ -109,7 +114,7 @@ def test_a_method_drafts_and_commits_the_same(
     assert {1, 5} <= set(plain.commits)
     for key in ("rounds", "entries_in_context", "far_entries_read"):
         assert fixed.activity[key] == plain.activity[key], key
-    assert name in pair[1]._fixed or name in ("infllm", "cmr")
+    assert pair[1]._fixed[name][1].reader.host_driven == (name in ("infllm", "cmr"))
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -198,13 +203,8 @@ def test_a_sliding_layers_gap_counts_too() -> None:
     assert far_from(make_method("fold", window=20), geometry) == 21
 
 
-def test_the_methods_that_choose_on_the_host_have_no_fixed_step() -> None:
+def test_a_cache_that_is_no_whole_number_of_pages_is_refused() -> None:
     geometry = drafter_config().geometry()
-    for name, options in OPTIONS.items():
-        assert chooses_on_host(make_method(name, **options), geometry) == (name in ("infllm", "cmr"))
-    cache = ContextCache(geometry, 4 * PAGE - geometry.block, torch.float64)
-    with pytest.raises(ValueError, match="chooses entries on the host"):
-        FixedReader(make_method("cmr", **OPTIONS["cmr"]), cache, Executors())
     with pytest.raises(ValueError, match="no whole number of pages"):
         odd = ContextCache(geometry, 100, torch.float64)
         FixedReader(make_method("fold", window=8), odd, Executors())
@@ -342,3 +342,71 @@ def test_graphs_without_triton_are_refused_in_one_line(monkeypatch: pytest.Monke
     monkeypatch.setattr("methods.kernels.unavailable", lambda: "Triton is not installed: pip install triton")
     with pytest.raises(EngineError, match=r"Triton is not installed.*engine.graphs=false runs without"):
         triton_executors(512)
+
+
+class NothingFromTheHost(TorchDispatchMode):
+    """Refuses what a CUDA graph cannot hold: reading a value, and bringing one from the CPU."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensors = [x for x in tree_leaves((args, kwargs or {})) if isinstance(x, torch.Tensor)]
+        assert not any(x.device.type == "cpu" for x in tensors), f"{func} takes something from the host"
+        return func(*args, **(kwargs or {}))
+
+
+class Shapeless:
+    """Weights of any shape, without storage."""
+
+    nbytes = 0
+
+    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+
+def published(kind: str, name: str) -> dict[str, Any]:
+    return yaml.safe_load((ROOT / "conf" / kind / f"{name}.yaml").read_text())["architecture"]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen35", "qwen3_dspark"])
+@pytest.mark.parametrize("method", FIXED)
+def test_a_draft_and_a_commit_ask_nothing_of_the_device(name: str, method: str) -> None:
+    """On tensors that have no values, at the published shapes and 128K: what a capture would refuse fails here."""
+    config = parse_config(published("drafter", name))
+    shapes = tensor_shapes(config)
+    drafter = Drafter(
+        config,
+        lambda name: torch.empty(shapes[name], device="meta") if name in shapes else None,
+        dtype=torch.bfloat16,
+        device="meta",
+    )
+    vocabulary = torch.empty(config.vocab, config.hidden, dtype=torch.bfloat16, device="meta")
+    drafter.bind(vocabulary, vocabulary)
+    entries = 131072 + PAGE
+    cache = ContextCache(config.geometry(), entries - config.block, torch.bfloat16, "meta")
+    cache.length = 131000
+    windowed: dict[str, Any] = {"window": 2048 if name != "qwen35" else 4096}
+    options = dict.fromkeys(("fold", "rerope", "window", "engine_window"), windowed) | {"yarn": {"reference": 3072}}
+    drafting = FixedDrafting(drafter, make_method(method, **options.get(method, {})), cache, Executors())
+    drafting.begin(RequestGeometry(131000, 64, config.block))
+    for length in (100, 131000):  # both of length dispatch
+        drafting.reader._held = length
+        drafting.reader.choose()
+        with NothingFromTheHost():
+            tokens, _ = drafter.propose(drafting.anchor, drafting.reader)
+            drafting.reader.append(*drafter.context_kv(drafting.features))
+        assert tokens.shape == (config.proposals,)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("rows", [1, 8])
+def test_a_pass_of_the_target_asks_nothing_of_the_device(name: str, rows: int) -> None:
+    shapes = published("target", name) | {"num_hidden_layers": 4}
+    target = DenseTarget(
+        Shapeless(), SimpleNamespace(**shapes), torch.bfloat16, torch.device("meta")  # type: ignore[arg-type]
+    )
+    target.fix({1, 8}, torch_attend)
+    target.reserve(4096)
+    step = target.fixed_pass(rows, (1, 3))
+    with NothingFromTheHost():
+        made, query = step._compute()
+    assert made.logits.shape == (rows, target.vocab) and query.shape[1] == rows
+    assert made.features is not None and made.features.shape == (rows, 2 * 4096)

@@ -18,7 +18,7 @@ from torch import Tensor
 from harness.drafters import Drafter
 from harness.engines.base import EngineError, EngineInfo, Finish, Generation
 from harness.engines.reference.dense import DenseTarget
-from harness.engines.reference.fixed import PAGE, Executors, FixedDrafting, chooses_on_host
+from harness.engines.reference.fixed import PAGE, Executors, FixedDrafting
 from harness.engines.reference.target import Target
 from harness.requests import Request
 from methods.reader import ContextCache, Reader, open_reader
@@ -78,8 +78,8 @@ class ReferenceEngine:
     """An :class:`~harness.engines.base.Engine`. ``drafter`` may be None if only the autoregressive arm will run.
 
     prefill_chunk: prompt tokens per forward pass of the target. executors: if given, steps, drafts and verifications
-    have fixed shapes and run on these (on a GPU as CUDA graphs). Left out of that are the drafts of InfLLM and CMR,
-    which choose entries on the host, and targets that are ``transformers``' modules.
+    have fixed shapes and run on these, on a GPU as CUDA graphs. Left out of the graphs are the drafts of InfLLM and
+    CMR, which choose entries on the host, and targets that are ``transformers``' modules.
     """
 
     interleaved = True
@@ -240,7 +240,7 @@ class ReferenceEngine:
     def _open_drafting(
         self, method: Method, drafter: Drafter, context: ContextCache, request: RequestGeometry
     ) -> Drafting:
-        if self._executors is None or chooses_on_host(method, context.geometry):
+        if self._executors is None:
             return EagerDrafting(drafter, method, context, request)
         held, drafting = self._fixed.pop(method.name, (None, None))
         if drafting is None or held != method:

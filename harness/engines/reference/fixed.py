@@ -7,7 +7,8 @@ hold them against the engine's ordinary path.
 
 A drafting method has three such steps: the draft, the draft while no entry is far yet (*length dispatch*, Appendix B.4:
 a window-only graph while the sequence is no longer than W), and the commit of verified features. The target has one for
-a single row and one for a block (``dense.FixedPass``).
+a single row and one for a block (``dense.FixedPass``). InfLLM and CMR choose entries on the host, so their draft runs
+as it is, on the same kernels.
 
 Storage, all the engine's own: unrotated keys and values once for all methods (``methods.cache``), and for a method what
 it reads rotated: all keys where it reads them all at true distances, else a ring of pages as long as its window.
@@ -135,13 +136,6 @@ class NearOnly:
         return ReadPlan(tuple(b for b in plan.branches if b.block), plan.rope, plan.query_scale)
 
 
-def chooses_on_host(method: Method, geometry: DrafterGeometry) -> bool:
-    """Whether the method's entries are chosen at run time (InfLLM, CMR), so that its draft is no fixed step."""
-    request = RequestGeometry(1, 1, geometry.block)
-    plans = [method.plan(layer, request) for layer in geometry.layers]
-    return any(isinstance(branch.entries, Retrieved) for plan in plans for branch in plan.branches)
-
-
 def far_from(method: Method, geometry: DrafterGeometry) -> int | None:
     """The smallest context length at which the method reads a far entry in any layer; None if it never does."""
     request, rows = RequestGeometry(1, 1, geometry.block), geometry.block
@@ -159,8 +153,8 @@ class FixedReader:
     """A method's reads of a request's cache with fixed shapes: a :class:`methods.reader.Reader` for one drafter, many
     requests, over one :class:`~methods.cache.ContextCache` whose storage stays where it is.
 
-    Not for methods that choose entries on the host (InfLLM, CMR): ``PagedReader.host_driven``. Raises ValueError for
-    those and for a cache that is no whole number of pages.
+    ``host_driven``: the method chooses entries on the host, so that its reads cannot be captured. Raises ValueError for
+    a cache that is no whole number of pages.
     """
 
     def __init__(self, method: Method, cache: ContextCache, executors: Executors) -> None:
@@ -170,8 +164,7 @@ class FixedReader:
         self._rotate = executors.rotate
         made = {"max_context": cache.capacity, "dtype": dtype, "device": self.device, **vars(executors)}
         self.paged = PagedReader(method, geometry, **made)
-        if self.paged.host_driven:
-            raise ValueError(f"{method.name} chooses entries on the host and has no fixed step")
+        self.host_driven = self.paged.host_driven
         self.far_from = far_from(method, geometry)
         self.near = PagedReader(NearOnly(method), geometry, **made) if self.far_from is not None else self.paged
         self.active = self.paged
@@ -214,6 +207,7 @@ class FixedReader:
                     places = torch.arange(start, min(last, start + PIECE), device=self.device)
                     part = (store.layers, slice(None), slice(start, start + len(places)))
                     self._write(store, places, self.cache.keys[part], self.cache.values[part])
+        self.paged.committed(end, self.pages)
 
     def choose(self) -> bool:
         """Take the window-only read while nothing is far (length dispatch); returns whether it is taken."""
@@ -243,21 +237,25 @@ class FixedReader:
             raise ValueError(f"committed({start}, {end}): the reader holds {self._held} entries")
         self._held = self.cache.length = end
         self.length.fill_(end)
+        self.paged.committed(end, self.pages)
 
     def round_done(self) -> None:
         """All layers of a draft block have been read."""
         self.rounds_near += self.active is not self.paged
 
     def wants_target_attention(self) -> bool:
-        """Never: only host-driven methods do."""
-        return False
+        """Ask before a verification: must it yield the target's attention (CMR)?"""
+        return self.paged.wants_target_attention()
 
     def target_attention(self, weights: Tensor) -> None:
-        raise RuntimeError("this method does not use the target's attention")
+        """``weights [N]`` of position t - 1 over the context, averaged over heads."""
+        self.paged.target_attention(weights)
 
     def extra_bytes(self) -> int:
         """Bytes held beyond the shared cache."""
-        return sum(store.nbytes for store in self.stores)
+        state, packed = self.paged.state, self.paged.packed
+        chosen = 0 if packed is None else packed.keys.nbytes + packed.values.nbytes
+        return sum(store.nbytes for store in self.stores) + chosen + (0 if state is None else state.nbytes())
 
     def activity(self) -> dict[str, int]:
         """Counters of both reads, and how many rounds took the window-only one."""
@@ -358,6 +356,8 @@ def _reach(branch: Branch, rows: int, entries: int) -> tuple[int, int]:
             return sinks, recent
         case All():
             return 0, entries
+        case Retrieved():  # read where they lie unrotated; the block alone is laid here
+            return 0, 0
     raise AssertionError(branch.entries)
 
 
@@ -370,8 +370,9 @@ class FixedDrafting:
         rows, width = drafter.config.proposals + 1, len(drafter.config.target_layer_ids) * drafter.config.hidden
         self.anchor = torch.zeros(1, dtype=torch.int64, device=drafter.device)
         self.features = torch.zeros(rows, width, dtype=drafter.dtype, device=drafter.device)
+        drafted_on = torch.device("cpu") if self.reader.host_driven else drafter.device  # there, nothing is captured
         self._draft = {
-            short: Fixed(lambda: self._drafter.propose(self.anchor, self.reader)[0], drafter.device)
+            short: Fixed(lambda: self._drafter.propose(self.anchor, self.reader)[0], drafted_on)
             for short in (False, True)
         }
         self._commit = Fixed(lambda: self.reader.append(*self._drafter.context_kv(self.features)), drafter.device)
