@@ -26,7 +26,7 @@ from sglang.srt.speculative import draft_worker_common
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 from sglang.srt.speculative.dspark_components.dspark_worker_v2 import DSparkWorkerV2
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-from simulated import HIDDEN, VOCAB, raw_config, save_pair
+from simulated import HIDDEN, VOCAB, Simulated, raw_config, save_pair
 
 from harness.config import EngineConfig
 from harness.engines import TESTED, installed_version
@@ -205,8 +205,21 @@ def test_the_drafter_is_captured_for_short_and_long_contexts(
     assert ShapeKey(size=1, dsa_variant=attention.SHORT) != ShapeKey(size=1, dsa_variant=attention.LONG)
 
 
+def test_a_draft_graph_is_told_from_the_runner_that_stands_in_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang.srt.model_executor.model_runner_components import cuda_graph_setup
+    from sglang.srt.model_executor.runner.eager_runner import EagerRunner
+
+    assert "runner=eager_runner" in inspect.getsource(cuda_graph_setup.capture_cuda_graphs)
+    engine = Simulated(save_pair(tmp_path, raw_config()), Setting("fold", {"window": 12}), monkeypatch)
+    for runner, captured in ((EagerRunner, False), (DecodeCudaGraphRunner, True)):
+        engine.draft_runner.decode_cuda_graph_runner = object.__new__(runner)
+        assert engine.session.report()["draft_graph"] is captured
+
+
 def test_graphs_of_several_requests_are_refused() -> None:
-    with pytest.raises(session.PluginError, match="--cuda-graph-max-bs 1"):
+    with pytest.raises(session.PluginError, match="--cuda-graph-bs-decode 1"):
         attention.MethodBackend.init_cuda_graph_state(object(), 2, 10)  # type: ignore[arg-type]
 
 

@@ -82,7 +82,7 @@ class MethodBackend(AttentionBackend):
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Nothing more to allocate; only a batch of one request is ever captured."""
         if max_bs != 1:
-            raise PluginError(f"draft graphs of {max_bs} requests: start SGLang with --cuda-graph-max-bs 1")
+            raise PluginError(f"draft graphs of {max_bs} requests: start SGLang with --cuda-graph-bs-decode 1")
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """A capture reads a context of one entry, in the pool's padding row."""

@@ -38,6 +38,7 @@ from methods.reading import (
 
 DFLASH, DSPARK = "DFLASH", "DSPARK"
 BACKEND = "fa3"  # FlashAttention's name in SGLang's registry of attention backends
+GRAPH_RUNNER = "DecodeCudaGraphRunner"
 # Rounds of a request whose commits are remembered on the device; far beyond any generation limit of the paper.
 MOST_ROUNDS = 1 << 17
 
@@ -295,12 +296,15 @@ class DraftSession:
             "backend_name": str(getattr(runner, "draft_attention_backend", "")),
             "engine_read": self.stock,
             "in_graph": self.in_graph,
-            "draft_graph": bool(getattr(runner, "decode_cuda_graph_runner", None)),
+            # Without graphs SGLang puts its eager runner in the same place.
+            "draft_graph": type(runner.decode_cuda_graph_runner).__name__ == GRAPH_RUNNER,
             "block": self.geometry.block,
             "splits": chosen(),
             "raw_key_bytes": 0 if self.raw is None else self.raw.nbytes,
             "raw_key_bytes_per_token": 0 if self.raw is None else self.raw.nbytes_per_token,
         }
+        if self.commits.is_cuda:
+            torch.cuda.synchronize(self.commits.device)  # rounds run on a stream of SGLang's own
         activity: dict[str, Any] = {}
         if self.reader is not None:
             activity = self.reader.activity()
