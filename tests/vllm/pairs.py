@@ -23,26 +23,32 @@ class Pair:
     served: Path
     config: DrafterConfig
     dtype: str = "float32"
+    runner_v2: bool = False
 
     def engine_arguments(self) -> dict[str, Any]:
-        """``LLM(...)`` arguments that serve the pair on vLLM's V1 runner."""
-        speculative = speculative_config(self.served, runner_v2=False)
+        """``LLM(...)`` arguments that serve the pair."""
+        speculative = speculative_config(self.served, runner_v2=self.runner_v2)
         return {"model": str(self.target), "dtype": self.dtype, "speculative_config": speculative}
 
 
-def save_pair(folder: Path, target: str, drafter: dict[str, Any], *, context: int, dtype: str = "float32") -> Pair:
-    """Write a random pair. ``target``: llama, qwen3, gemma4 or qwen3_5; ``drafter``: its config.json."""
+def save_pair(
+    folder: Path,
+    target: str,
+    drafter: dict[str, Any],
+    *,
+    context: int,
+    dtype: str = "float32",
+    runner_v2: bool = False,
+) -> Pair:
+    """Write a random pair. ``target``: llama, qwen3, gemma4 or qwen3_5; ``drafter``: its config.json; ``runner_v2``:
+    which of vLLM's runners the drafter's copy is for."""
     config = parse_config(drafter)
     _save_target(target, folder / "target", getattr(torch, dtype))
     tensors = {name: tensor.to(getattr(torch, dtype)) for name, tensor in random_tensors(config, 1).items()}
     save_drafter(folder / "drafter", config, tensors)
-    return served_pair(folder / "target", folder / "drafter", folder / "served", context=context, dtype=dtype)
-
-
-def served_pair(target: Path, drafter: Path, served: Path, *, context: int, dtype: str = "float32") -> Pair:
-    """A pair on disk, its drafter copied for a served context."""
-    copy_drafter(drafter, served, context=context, runner_v2=False)
-    return Pair(target, drafter, served, read_config(drafter), dtype)
+    copy_drafter(folder / "drafter", folder / "served", context=context, runner_v2=runner_v2)
+    config = read_config(folder / "drafter")
+    return Pair(folder / "target", folder / "drafter", folder / "served", config, dtype, runner_v2)
 
 
 def dflash(layers: int = 2, block: int = 8, **changes: Any) -> dict[str, Any]:

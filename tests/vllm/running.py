@@ -43,7 +43,8 @@ class Run:
 class Running:
     """vLLM with the pair, opened with a method that keeps all unrotated keys so that any method can follow.
 
-    chunk: prompt tokens a step. context: ``max_model_len``. ``states``: of the latest request, as its drafter got them.
+    chunk: prompt tokens a step. context: ``max_model_len``. ``states``: of the latest request, as its drafter got them
+    (V1 runner).
     """
 
     def __init__(self, pair: Pair, method: str, options: dict[str, Any], *, context: int, chunk: int, **more: Any):
@@ -59,25 +60,26 @@ class Running:
             "kv_cache_memory_bytes": 96 << 20,
             "additional_config": {"fold_bench": {"method": method, "options": options, "trace": True}},
         }
-        with mock.patch.dict(os.environ, ENVIRONMENT):
+        environment = ENVIRONMENT | {"VLLM_USE_V2_MODEL_RUNNER": str(int(pair.runner_v2))}
+        with mock.patch.dict(os.environ, environment):
             from vllm import LLM
 
             self.llm = LLM(**pair.engine_arguments() | arguments | more)
         self.pair = pair
         core = self.llm.llm_engine.engine_core.engine_core
         self.runner = core.model_executor.driver_worker.worker.model_runner
-        self.drafter = self.runner.drafter
+        self.drafter = self.runner.speculator if pair.runner_v2 else self.runner.drafter
 
     @property
     def reads(self) -> Any:
         return self.drafter.model.reads
 
-    def use(self, method: Method) -> None:
+    def use(self, method: Method, kernels: str | None = None) -> None:
         """From the next request on, read by another method. The side cache stays as the engine allocated it."""
-        from vllm.config import set_current_vllm_config
+        from vllm.config import CUDAGraphMode, set_current_vllm_config
 
         old, model, config = self.reads, self.drafter.model, self.runner.vllm_config
-        new = attention.DrafterReads(Settings(method, True), old.config, config, torch.device("cpu"))
+        new = attention.DrafterReads(Settings(method, True, kernels), old.config, config, torch.device("cpu"))
         new.stock = False  # the pages are laid out for the reader
         new.attentions, new.sides = old.attentions, old.sides
         for layer in new.attentions:
@@ -86,8 +88,11 @@ class Running:
             attention.give_rotaries(new, [layer.self_attn for layer in model.model.layers])
         model.reads = new
         attention.open_activity(new, type(model).__name__, trace=True)
+        if self.pair.runner_v2:
+            self.drafter.reads = new
+            self.drafter.init_cudagraph_manager(CUDAGraphMode.NONE)
         if isinstance(method, CMR) and self.drafter._attention is None:
-            names = self.drafter._draft_attn_layer_names
+            names = {layer.layer_name for layer in [*new.attentions, *new.sides]}
             self.drafter._attention = TargetAttention(config, names, new.block + 1, torch.device("cpu"))
 
     def generate(self, prompt: list[int], limit: int, guide: Guide | None = None) -> Run:
@@ -100,13 +105,18 @@ class Running:
         weights: dict[int, torch.Tensor] = {}
 
         def watched(*arguments: Any, **named: Any) -> torch.Tensor:
-            rows = named["target_positions"], named["target_hidden_states"]
-            for position, row in zip(*rows, strict=True):
-                features[int(position)] = row.clone()
+            before = self._traced()
+            if not self.pair.runner_v2:
+                rows = named["target_positions"], named["target_hidden_states"]
+                for position, row in zip(*rows, strict=True):
+                    features[int(position)] = row.clone()
             drafts = own(*arguments, **named)
-            if self.drafter._weights is not None:
-                weights[self.drafter._context] = self.drafter._weights
-            return drafts if guide is None else guide(drafts, self.drafter._context)
+            if self._traced() in (before, (self._traced()[0], 0)):  # a piece of the prompt
+                return drafts
+            context = activity.report()["drafts"][-1]["context"]
+            if not self.pair.runner_v2 and self.drafter._weights is not None:
+                weights[context] = self.drafter._weights
+            return drafts if guide is None else guide(drafts, context)
 
         self.drafter.propose = watched
         self.states = States(
@@ -118,6 +128,11 @@ class Running:
         finally:
             self.drafter.propose = own
         return Run(list(done.outputs[0].token_ids), activity.report())
+
+    def _traced(self) -> tuple[str, int]:
+        """The running request, and how many of its rounds were traced."""
+        report = activity.report()
+        return report.get("request", ""), len(report.get("drafts", []))
 
     def close(self) -> None:
         activity.closed()

@@ -222,11 +222,12 @@ def _near_limit(reader: PagedReader, block: int) -> int | None:
 
 def _executors(kernels: str | None, reads: DrafterReads, device: torch.device) -> dict[str, Any]:
     """What executes the reader's calls on this device. Raises ValueError, one line, if it cannot."""
-    if device.type == "cpu":
-        if kernels is not None:
-            raise ValueError(f"additional_config.fold_bench.kernels={kernels}: a CPU has none to choose from")
+    if device.type == "cpu" and kernels is None:
         return {}
-    found = executors(reads.max_context + 2 * reads.block)
+    try:
+        found = executors(reads.max_context + 2 * reads.block)
+    except RuntimeError as error:
+        raise ValueError(f"additional_config.fold_bench.kernels: {error}") from None
     if kernels == "triton":
         return found
     version = fa_utils.get_flash_attn_version(head_size=reads.geometry.head_dim)
