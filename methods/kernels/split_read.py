@@ -69,7 +69,7 @@ def _tiles_of(keys, rows, left, right, KEYS: tl.constexpr):
 def _near_splits(near_tiles, far_tiles, splits):
     """How many of the splits go to the first part: in proportion, and one at least for each that has keys."""
     share = tl.cdiv(splits * near_tiles, tl.maximum(near_tiles + far_tiles, 1))
-    return tl.where(far_tiles > 0, tl.minimum(tl.maximum(share, 1), splits - 1), splits)
+    return tl.where(far_tiles > 0, tl.minimum(share, splits - 1), splits)
 
 
 @triton.jit

@@ -46,6 +46,7 @@ def choose(
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("a read's splits are not chosen yet: read once before a graph is captured")
         _chosen[key] = _fastest(calls, longest, cuts, launch, unfit)
+        torch.cuda.empty_cache()  # the synthetic keys are as large as a context
     found: Cut = _chosen[key]
     return found
 
@@ -68,10 +69,11 @@ def _fastest(
     launch: Callable[[Sequence[Call], Cut], object],
     unfit: tuple[type[Exception], ...],
 ) -> Cut:
-    made = [[_synthetic(call, longest) for call in calls]]
+    chance = torch.Generator(calls[0].query.device).manual_seed(0)  # the engine's own numbers must not change
+    made = [[_synthetic(call, longest, chance) for call in calls]]
     # A drafter's other work pushes a read's keys out of the cache, so no copy is read twice in a row.
     held = sum(x.nbytes for call in made[0] for x in (call.keys, call.values))
-    made += [[_synthetic(call, longest) for call in calls] for _ in range(min(REPEATS - 1, CACHE // held))]
+    made += [[_synthetic(call, longest, chance) for call in calls] for _ in range(min(REPEATS - 1, CACHE // held))]
     times: list[tuple[float, int]] = []
     for number, cut in enumerate(cuts):
         try:
@@ -83,19 +85,22 @@ def _fastest(
     return cuts[min(times)[1]]
 
 
-def _synthetic(call: Call, longest: int) -> Call:
+def _synthetic(call: Call, longest: int, chance: torch.Generator) -> Call:
     """The call over ``longest`` keys, or those that its bound reads, of its own device memory; in shuffled pages if it
     is paged."""
     device, kind = call.query.device, call.keys.dtype
     count = longest if call.left is None else min(longest, call.left + call.query.shape[0])
     size = count if call.table is None else call.keys.shape[1]
     pages = -(-count // size)
+    query = torch.randn(call.query.shape, dtype=kind, device=device, generator=chance)
     keys, values = (
-        torch.randn(pages, size, *x.shape[2:], dtype=kind, device=device) for x in (call.keys, call.values)
+        torch.randn(pages, size, *x.shape[2:], dtype=kind, device=device, generator=chance)
+        for x in (call.keys, call.values)
     )
-    table = None if call.table is None else torch.randperm(pages, device=device).to(call.table.dtype)
+    table = None
+    if call.table is not None:
+        table = torch.randperm(pages, device=device, generator=chance).to(call.table.dtype)
     length = torch.tensor([count], dtype=torch.int32, device=device)
-    query = torch.randn_like(call.query)
     return replace(call, query=query, keys=keys, values=values, table=table, length=length, shift=0, most=None)
 
 

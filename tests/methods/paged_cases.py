@@ -23,7 +23,7 @@ def open_paged(method, geometry, capacity, dtype=torch.float64, **executors):
 
 def judged_read(
     spec: Spec, page_size: int, dtype: torch.dtype = torch.float64, *, strided: bool = False, device: str = "cpu",
-    judge_dtype: torch.dtype | None = None, **executors,
+    judge_dtype: torch.dtype | None = None, raw_page_size: int | None = None, **executors,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """One read of a matrix point by both: ``(paged, dense)``, both on the CPU. The judge computes in ``judge_dtype`` on
     what ``dtype`` holds of the inputs."""
@@ -47,6 +47,11 @@ def judged_read(
     pages = lay(
         k, v, kb, vb, reader.rope(0, request), page_size, generator, raw=reader.needs_raw_keys, strided=strided
     )
+    if raw_page_size is not None:  # the keys beside which the values of entries beyond the window are laid
+        other = lay(k, v, kb, vb, reader.rope(0, request), raw_page_size, generator)
+        pages = PagedLayer(pages.keys, other.raw_keys, pages.values, pages.table, other.values, other.table)
+        reader.committed(spec.N, [pages])
+        return reader.read(0, q, pages, tensor(spec.N)), theirs
     raw = None if pages.raw_keys is None else pages.raw_keys.to(device)
     pages = PagedLayer(pages.keys.to(device), raw, pages.values.to(device), pages.table.to(device))
     reader.committed(spec.N, [pages])

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
 from paged_cases import judged_read, tensor
 from read_cases import OPTIONS, WINDOW, Spec
 
-from methods import METHODS
+from methods import METHODS, kernels
 from methods.kernels.flash import FlashAttend
 from methods.paged import torch_attend
 
@@ -131,3 +134,22 @@ def test_a_function_of_no_known_form_is_refused():
 
     with pytest.raises(ValueError, match="flash_attn_func is not"):
         FlashAttend(flash_attn_func, 64)
+
+
+def test_a_machine_without_triton_is_told_so_in_one_line(monkeypatch):
+    """FlashAttention's adapter needs no Triton; asking for the kernels says what to do."""
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert "pip install triton" in str(kernels.unavailable())
+    with pytest.raises(RuntimeError, match="pip install triton"):
+        kernels.executors(100)
+    code = "import sys; sys.modules['triton'] = None; import methods.kernels.flash, methods.kernels.splits"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_machine_without_a_gpu_is_told_of_the_interpreter(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert "TRITON_INTERPRET=1" in str(kernels.unavailable())
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert kernels.unavailable() is None

@@ -12,7 +12,7 @@ from read_cases import HEAD_DIM, OPTIONS, ROPES, WINDOW, Spec, matrix, product_r
 
 from methods import METHODS, make_method
 from methods.attention import dense_read
-from methods.paged import PagedLayer, torch_attend, torch_merge
+from methods.paged import PagedLayer, PagedReader, torch_attend, torch_merge
 from methods.reader import ContextCache, DenseReader, DrafterGeometry
 from methods.reading import LayerGeometry, RequestGeometry
 from methods.rope import build_rope
@@ -187,6 +187,32 @@ def test_reads_before_the_first_request_are_of_an_unscaled_one():
     plan = make_method("original").plan(LayerGeometry(), RequestGeometry(1, 1, 4))
     theirs = dense_read(plan, q, k, v, kb, vb, rope=geometry.rope, scale=0.25).out
     assert float((reader.read(0, q, pages, tensor(40)) - theirs).abs().max()) < 1e-10
+
+
+@pytest.mark.parametrize("method", [m for m in METHODS if m not in ("infllm", "cmr")])
+def test_reads_ask_nothing_of_the_device(method):
+    """On a device without values, where asking for one fails: so a CUDA graph can hold the read, at any length."""
+    layers = (*LAYERS[:3], LayerGeometry("sliding_attention", 3))
+    geometry = DrafterGeometry(layers, 4, 2, HEAD_DIM, 10, 0.25, product_rope("default"), 7)
+    for option in OPTIONS[method]:
+        made = make_method(method, **option)
+        reader = PagedReader(made, geometry, max_context=100, dtype=torch.bfloat16, device="meta")
+        reader.begin(RequestGeometry(50, 10, 7))
+        keys, values = (torch.empty(9, 16, 2, dim, dtype=torch.bfloat16, device="meta") for dim in (HEAD_DIM, 10))
+        pages = PagedLayer(keys, keys, values, torch.empty(7, dtype=torch.int32, device="meta"))
+        length = torch.empty(1, dtype=torch.int32, device="meta")
+        for layer in range(len(layers)):
+            q = torch.empty(7, 4, HEAD_DIM, dtype=torch.bfloat16, device="meta")
+            out = reader.read(layer, q, pages, length)
+            assert out.shape == (7, 4, 10) and out.dtype == torch.bfloat16
+
+
+def test_unrotated_keys_may_lie_in_pages_of_their_own():
+    """An engine that rotates a window only has other pages, of another size, for its far and gathered entries."""
+    for method in ("fold", "rerope", "infllm", "cmr"):
+        spec = Spec(method, OPTIONS[method][0], 3 * WINDOW, 7, (8, 2), "default", seed=1)
+        ours, theirs = judged_read(spec, 16, raw_page_size=8)
+        assert float((ours - theirs).abs().max()) < 1e-10, method
 
 
 def test_only_methods_that_read_raw_keys_need_them():
