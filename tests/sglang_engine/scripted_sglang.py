@@ -68,7 +68,7 @@ class Scripted:
     def get_server_info(self) -> dict[str, Any]:
         from harness.engines.sglang.setting import read_setting
 
-        state = dict(self.arguments)
+        state = {**self.arguments, "memory_usage": {"token_capacity": 100}}
         if (setting := read_setting()) is not None:
             rounds = {"rid": self.rid, "commits": [2, 3, 5], "activity": {"rounds": 3}}
             state["fold_bench"] = {

@@ -5,6 +5,7 @@ Each of them stops the process with one line, or is noticed by the proof that th
 
 from __future__ import annotations
 
+import inspect
 import os
 import pkgutil
 import subprocess
@@ -23,7 +24,7 @@ from simulated import Simulated, raw_config, save_pair
 
 from harness.drafters import read_config
 from harness.engines.sglang import attention, plugin, session
-from harness.engines.sglang.process import check_report
+from harness.engines.sglang.process import check_capacity, check_report
 from harness.engines.sglang.setting import (
     MODEL_PACKAGE_VARIABLE,
     VARIABLE,
@@ -312,6 +313,16 @@ def test_the_proof_of_a_set_up_engine_is_accepted(tmp_path: Path, monkeypatch: p
 def test_a_proof_that_does_not_hold_stops_the_arm(found: dict[str, Any], reason: str) -> None:
     with pytest.raises(RuntimeError, match=reason):
         check_report(found, "fold", {"window": 12}, graphs=True)
+
+
+def test_a_kv_cache_that_memory_cut_short_stops_the_arm() -> None:
+    from sglang.srt.managers.scheduler_components.memory_usage import build_memory_usage
+
+    assert "token_capacity" in inspect.signature(build_memory_usage).parameters
+    check_capacity({"memory_usage": {"token_capacity": 1024}}, 1024)
+    for found in ({"memory_usage": {"token_capacity": 1023}}, {}):
+        with pytest.raises(RuntimeError, match=r"for the 1024 served: raise engine\.gpu_memory"):
+            check_capacity(found, 1024)
 
 
 @pytest.mark.parametrize("found", [state(), {"speculative_algorithm": "DFLASH"}])

@@ -39,6 +39,7 @@ class Arm:
         self.count = 0
         self.engine = sglang.Engine(**spec["server"], dtype=dtype)
         state = self._state()
+        check_capacity(state, spec["server"]["context_length"])
         report = check_report(state, self.method, self.options, graphs=spec["graphs"])
         drafter = {"proposals": self.proposals} if self.method else {}
         proof = (
@@ -101,6 +102,17 @@ def shared_settings(state: Mapping[str, Any]) -> dict[str, Any]:
     """What a scheduler resolved its settings to outside of speculation, as JSON values."""
     kept = {key: value for key, value in state.items() if not key.startswith("speculative_") and key not in APART}
     return dict(json.loads(json.dumps(kept, sort_keys=True, default=str)))
+
+
+def check_capacity(state: Mapping[str, Any], context: int) -> None:
+    """Raise RuntimeError unless the KV cache holds a request of the whole context: SGLang makes a smaller one, with a
+    warning, where memory is short."""
+    capacity = int((state.get("memory_usage") or {}).get("token_capacity") or 0)
+    if capacity < context:
+        raise RuntimeError(
+            f"the GPU's memory leaves a KV cache of {capacity} tokens for the {context} served: raise "
+            "engine.gpu_memory or lower target.max_context"
+        )
 
 
 def check_report(
