@@ -203,37 +203,42 @@ def torch_attend(
 ) -> tuple[Tensor, Tensor]:
     """:class:`Attend` in torch, any float dtype. On a CPU it touches only what the rows read; elsewhere every key of
     the table, so that nothing is asked of the device."""
-    rows, heads = q.shape[0], q.shape[1]
+    rows, heads, kv_heads = q.shape[0], q.shape[1], keys.shape[2]
     capacity = keys.shape[1] * (keys.shape[0] if table is None else len(table))
-    first, end = 0, capacity
-    if q.device.type == "cpu":
-        end = int(length)
-        if end > capacity:
-            raise ValueError(f"attention over {end} keys, but the table has room for {capacity}")
-        first = 0 if left is None else max(0, end - rows - left)
+    first, end, tight = _touched(rows, length, left, capacity)
     exact = compute_dtype(q.dtype)
     if first >= end:
         empty = torch.full((rows, heads), -math.inf, dtype=exact, device=q.device)
         return q.new_zeros(rows, heads, values.shape[-1]), empty
-    place = torch.arange(first, end, device=q.device)
-    diagonal = length - rows + torch.arange(rows, device=q.device)[:, None]
-    hidden = place >= length
-    if left is not None:
-        hidden = hidden | (place < diagonal - left)
-    if right is not None:
-        hidden = hidden | (place > diagonal + right)
-    read_keys, read_values = _span(keys, table, first, end), _span(values, table, first, end)
-    if q.device.type != "cpu":  # what lies beyond the length may be anything, NaN too
-        beyond = (place >= length)[:, None, None]
-        read_keys, read_values = read_keys.masked_fill(beyond, 0.0), read_values.masked_fill(beyond, 0.0)
-    bounded = hidden.expand(rows, -1)
-    mask = None
-    if left is not None or right is not None or q.device.type != "cpu":
-        mask = torch.zeros(bounded.shape, dtype=q.dtype, device=q.device).masked_fill_(bounded, -math.inf)
-        mask = mask.repeat_interleave(heads // keys.shape[2], 0)
-    query, read_keys, read_values = fold_rows(q, keys.shape[2]), read_keys.transpose(0, 1), read_values.transpose(0, 1)
-    out, lse = attend_folded(query, read_keys, read_values, mask, scale, some_empty=True)
+    read_keys, read_values, mask = _span(keys, table, first, end), _span(values, table, first, end), None
+    if left is not None or right is not None or not tight:
+        place = torch.arange(first, end, device=q.device)
+        diagonal = length - rows + torch.arange(rows, device=q.device)[:, None]
+        hidden = (place >= length).expand(rows, -1)
+        if left is not None:
+            hidden = hidden | (place < diagonal - left)
+        if right is not None:
+            hidden = hidden | (place > diagonal + right)
+        mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, -math.inf)
+        mask = mask.repeat_interleave(heads // kv_heads, 0)
+        if not tight:  # what no row reads may be anything, NaN too
+            unread = hidden.all(0)[:, None, None]
+            read_keys, read_values = read_keys.masked_fill(unread, 0.0), read_values.masked_fill(unread, 0.0)
+    out, lse = attend_folded(
+        fold_rows(q, kv_heads), read_keys.transpose(0, 1), read_values.transpose(0, 1), mask, scale, some_empty=True
+    )
     return unfold_rows(out, rows).to(q.dtype), unfold_rows(lse, rows).to(exact)
+
+
+def _touched(rows: int, length: Tensor, left: int | None, capacity: int) -> tuple[int, int, bool]:
+    """The span of keys to look at, and whether it is only what the rows read: on a CPU, where a length costs nothing
+    to ask."""
+    if length.device.type != "cpu":
+        return 0, capacity, False
+    end = int(length)
+    if end > capacity:
+        raise ValueError(f"attention over {end} keys, but the table has room for {capacity}")
+    return (0 if left is None else max(0, end - rows - left)), end, True
 
 
 def torch_rotate(

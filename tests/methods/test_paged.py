@@ -10,7 +10,7 @@ import torch
 from paged_cases import into_pages, judged_read, lay, open_paged, shuffled_table, tensor
 from read_cases import HEAD_DIM, OPTIONS, ROPES, WINDOW, Spec, matrix, product_rope
 
-from methods import METHODS, make_method
+from methods import METHODS, make_method, paged
 from methods.attention import dense_read
 from methods.paged import PagedLayer, PagedReader, torch_attend, torch_merge
 from methods.reader import ContextCache, DenseReader, DrafterGeometry
@@ -62,7 +62,7 @@ def test_paged_reader_equals_the_definition_through_a_request(method, option, pr
             normal(len(layers), count, heads[1], dims[0]), normal(len(layers), count, heads[1], dims[1])
         )
 
-    def paged(kb, vb):
+    def in_pages(kb, vb):
         laid = []
         for layer in range(len(layers)):
             k, v = (x[layer, :, : cache.length].transpose(0, 1) for x in (cache.keys, cache.values))
@@ -76,10 +76,10 @@ def test_paged_reader_equals_the_definition_through_a_request(method, option, pr
     reader.begin(request)
     grow(prompt)
     judge.prepare()
-    reader.committed(prompt, paged(normal(B, heads[1], dims[0]), normal(B, heads[1], dims[1])))
+    reader.committed(prompt, in_pages(normal(B, heads[1], dims[0]), normal(B, heads[1], dims[1])))
     for number, committed in enumerate(accepted):
         kb, vb = normal(B, heads[1], dims[0]), normal(B, heads[1], dims[1])
-        pages = paged(kb, vb)
+        pages = in_pages(kb, vb)
         for layer in range(len(layers)):
             q = 3 * normal(B, heads[0], dims[0])
             ours = reader.read(layer, q, pages[layer], tensor(cache.length))
@@ -91,7 +91,7 @@ def test_paged_reader_equals_the_definition_through_a_request(method, option, pr
         start = cache.length
         grow(committed)
         judge.committed(start, cache.length)
-        reader.committed(cache.length, paged(kb, vb))
+        reader.committed(cache.length, in_pages(kb, vb))
         if wanted:
             weights = torch.rand(cache.length, generator=generator)
             judge.target_attention(weights)
@@ -263,8 +263,12 @@ def test_activity_is_that_of_the_dense_cache_reader(method):
 # -------------------------------------------------------------------------------------------- the torch executor alone
 
 
+@pytest.mark.parametrize("tight", [True, False])
 @pytest.mark.parametrize(("left", "right"), [(None, None), (None, 0), (4, None), (4, 0), (0, 2), (0, 0)])
-def test_attend_bounds_every_row_from_the_bottom_right(left, right):
+def test_attend_bounds_every_row_from_the_bottom_right(left, right, tight, monkeypatch):
+    """On a CPU, and as on a device that is not asked for the length: there unread pages hold anything."""
+    if not tight:
+        monkeypatch.setattr(paged, "_touched", lambda rows, length, left, capacity: (0, capacity, False))
     rows, heads, kv_heads = 3, 4, 2
     generator = torch.Generator().manual_seed(7)
     for length in (0, 1, 2, 3, 4, 9, 20):
