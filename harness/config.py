@@ -154,6 +154,7 @@ class RunConfig:
     drift_requests: int = 3
     max_gap: Optional[float] = None  # noqa: UP045
     parts: list[Any] = field(default_factory=list)
+    instead: str = ""
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
 
 
@@ -182,7 +183,7 @@ class Plan:
     def resolved(self) -> dict[str, Any]:
         """All that decides what is measured, as JSON values: where it is written and read from is left out."""
         config = asdict(self.config)
-        for key in ("run_dir", "data_dir", "source_dir", "method", "methods", "benchmark", "parts", "slurm"):
+        for key in ("run_dir", "data_dir", "source_dir", "method", "methods", "benchmark", "parts", "instead", "slurm"):
             del config[key]
         config["arms"] = [asdict(arm) for arm in self.arms]
         config["benchmarks"] = [asdict(benchmark) for benchmark in self.benchmarks]
@@ -262,6 +263,8 @@ def expand(cfg: DictConfig, overrides: Sequence[str], compose: Compose) -> list[
     A part is a list of overrides (conf/experiment/*.yaml), which may name another experiment. The command line's own
     are added to each part and win; a model on the command line keeps only the parts of that model.
     """
+    if instead := OmegaConf.select(cfg, "instead"):
+        raise UserError(f"no run makes this one: {instead}")
     parts = [[str(text) for text in part] for part in OmegaConf.to_container(cfg).get("parts") or []]  # type: ignore[union-attr]
     if not parts:
         return [(cfg, list(overrides))]

@@ -210,3 +210,14 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     demo = write_run(tmp_path / "demo", [record("a"), record("a", "fold", commits=[3])])
     with pytest.raises(LoadError, match="none of the paper's pairs"):
         _main([str(demo)])
+
+
+def test_tables_of_the_configuration_need_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _main(["--tables", "1,6", "--out", str(tmp_path)]) == 0
+    assert "| Llama-3.1-8B | DFlash | 10 | 3K | 2048 |" in capsys.readouterr().out
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        f"table{number}.{suffix}" for number in (1, 6) for suffix in ("csv", "md", "tex")
+    ]
+    for arguments in ([], ["--tables", "1,2"]):
+        with pytest.raises(LoadError, match="only --tables 1,6 can be made"):
+            _main([*arguments, "--out", str(tmp_path)])

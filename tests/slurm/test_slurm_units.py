@@ -83,6 +83,20 @@ def test_experiments_expand_to_their_pairs_and_the_command_line_wins() -> None:
         plans_of("+experiment=table10", "+model=gemma")
 
 
+def test_every_table_and_figure_of_the_paper_has_an_experiment() -> None:
+    here = {file.stem for file in (ROOT / "conf" / "experiment").glob("*.yaml")}
+    paper = {*(f"table{number}" for number in range(1, 13)), *(f"figure{number}" for number in range(1, 7))}
+    assert here == {*paper, "demo", "paper"}
+    for name in ("table1", "table6", "figure1", "figure3", "figure4"):
+        with pytest.raises(UserError, match="no run makes this one: "):
+            plans_of(f"+experiment={name}")
+    plans = merge(plans_of("+experiment=table7"))
+    measured = {(plan.config.drafter.name, plan.config.benchmark.name) for plan in plans}
+    for model in ("llama", "qwen35", "gemma"):
+        assert {(model, task) for task in ("gov", "lca", "swebench", "speed_short", "speed_long")} <= measured
+    assert ("gemma", "lca_huge") in measured and ("llama", "lca_huge") not in measured
+
+
 def test_what_two_tables_need_is_measured_once_and_composes_again() -> None:
     parts = [
         ["+model=llama", "methods=[original,fold]", "benchmark=lca"],
