@@ -688,7 +688,13 @@ def _main(arguments: list[str]) -> int:
         "--tables", type=parser.numbers(TABLES), help="for example 2,4 (default: all that have a measured cell)"
     )
     parser.add_argument("--intervals", action="store_true", help="print the 95%% interval in every cell")
+    parser.add_argument("--against", metavar="ARM", help="of any runs: ARM against every other arm, paired by request")
+    parser.add_argument("--where", nargs="+", default=[], help="with --against: a selection, for example level=4K,7K")
     given = parser.parse_args(arguments)
+    if given.where and not given.against:
+        raise LoadError("--where belongs to --against")
+    if given.against:
+        return _against(given.runs, given.against, given.where, given.out)
     if given.runs:
         sheets = make_tables(load(given.runs), given.tables)
     elif given.tables and set(given.tables) <= OF_CONF.keys():
@@ -703,4 +709,18 @@ def _main(arguments: list[str]) -> int:
             base.with_suffix(suffix).write_text(text, encoding="utf-8")
         print(markdown)
     print(f"{len(sheets)} tables written to {given.out}")
+    return 0
+
+
+def _against(folders: Sequence[Path], arm: str, where: Sequence[str], out: Path) -> int:
+    from analysis import differences
+
+    if not folders:
+        raise LoadError("give run directories")
+    chosen = differences.parse_where(where)
+    runs = load(folders)
+    text = differences.to_markdown(runs, arm, differences.differences(runs, arm, chosen))
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "differences.md").write_text(text, encoding="utf-8")
+    print(text)
     return 0
