@@ -243,7 +243,7 @@ def _combine_kernel(
         out.to(out_ptr.dtype.element_ty),
         mask=there[:, None] & (dim < DV)[None, :],
     )
-    tl.store(mass_ptr + place, mass, mask=there & (tl.program_id(1) == 0))
+    tl.store(mass_ptr + place, mass, mask=there & (place * 0 + tl.program_id(1) == 0))
 
 
 class SplitRead:

@@ -294,6 +294,20 @@ def test_calls_stored_differently_are_merged_after_their_launches():
         check([paged, far, replace(paged, right=0)], 8, 1e-5)
 
 
+def test_each_part_has_its_own_strides():
+    """Queries out of wider projections, heads outermost in memory or not, in either part."""
+    generator = torch.Generator().manual_seed(21)
+    wide = normal(generator, 3, 9, 16).float()
+    q1, q2 = wide[:, 2:6], normal(generator, 4, 3, 16).float().transpose(0, 1)
+    k, raw, v = (normal(generator, 60, 2, 16).float() for _ in range(3))
+    for first in (False, True):
+        near = call_of(q1, k, v, 16, generator, length=60, strided=first, scale=0.3, left=20)
+        bounds = {"shift": -18, "right": 0, "sharpen": 2.0}
+        far = call_of(q2, raw, v, 16, generator, length=60, strided=not first, scale=0.3, **bounds)
+        check([near, replace(far, values=far.values.contiguous())], 3, 1e-5)
+        check([replace(near, values=near.values.contiguous()), far], 3, 1e-5)
+
+
 def test_large_logits_do_not_overflow():
     generator = torch.Generator().manual_seed(12)
     q, k, v = (normal(generator, *s, 16).float() for s in ((2, 2), (40, 1), (40, 1)))
