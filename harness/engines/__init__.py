@@ -41,10 +41,6 @@ def open_engine(config: RunConfig) -> Engine:
         from harness.engines.vllm.engine import open_vllm
 
         return open_vllm(config)
-    if config.engine.name == "sglang":
-        from harness.engines.sglang.engine import open_sglang
+    from harness.engines.sglang.engine import open_sglang
 
-        return open_sglang(config)
-    raise EngineError(
-        f"engine {config.engine.name} is not part of this version; use engine=reference, which runs every method"
-    )
+    return open_sglang(config)
