@@ -105,6 +105,48 @@ def _attention_backends(config: VllmConfig) -> list[str]:
     return sorted(found)
 
 
+def engine_arguments(spec: dict[str, Any], *, dtype: str, cpu: bool) -> dict[str, Any]:
+    """What ``LLM`` gets in every arm."""
+    scheduler = "RecordedScheduler" if cpu else "RecordedAsyncScheduler"
+    return {
+        "model": spec["target"],
+        "skip_tokenizer_init": True,
+        "language_model_only": True,
+        "generation_config": "vllm",
+        "dtype": dtype,
+        "seed": 0,
+        "max_model_len": spec["context"],
+        "max_num_seqs": 1,
+        "max_num_batched_tokens": spec["prefill_chunk"],
+        "enable_chunked_prefill": True,
+        "enable_prefix_caching": False,
+        # Asynchronous scheduling with a drafter switches it off by itself, in that arm only.
+        "disable_cascade_attn": True,
+        "enforce_eager": cpu or not spec["graphs"],
+        "disable_log_stats": False,
+        "scheduler_cls": f"harness.engines.vllm.scheduler.{scheduler}",
+        "kv_cache_memory_bytes": spec["kv_cache_bytes"],
+        "gpu_memory_utilization": spec["gpu_memory"],
+    }
+
+
+def speculation(spec: dict[str, Any], arguments: Mapping[str, Any], *, cpu: bool) -> dict[str, Any]:
+    """What a method's arm gets besides. Fixes the runner of this process to the autoregressive arm's, which a drafter
+    would otherwise choose for its own arm."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    from harness.engines.vllm.drafter_copy import copy_drafter, speculative_config
+
+    runner_v2 = not cpu and EngineArgs(**arguments).create_engine_config().use_v2_model_runner
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(runner_v2))
+    folder = Path(tempfile.mkdtemp(prefix="drafter-"))
+    copy_drafter(Path(spec["drafter"]), folder, context=spec["context"], runner_v2=runner_v2)
+    more: dict[str, Any] = {"speculative_config": speculative_config(folder, runner_v2=runner_v2)}
+    if spec["additional_config"] is not None:
+        more["additional_config"] = spec["additional_config"]
+    return more
+
+
 class Worker:
     """One loaded arm. ``spec``: what ``VllmEngine`` sends to ``open``."""
 
@@ -112,11 +154,9 @@ class Worker:
         import torch
         import vllm
         from vllm import LLM
-        from vllm.engine.arg_utils import EngineArgs
         from vllm.platforms import current_platform
 
         from harness.engines.device import device_uuid, pick_dtype
-        from harness.engines.vllm.drafter_copy import copy_drafter, speculative_config
 
         device = torch.device(current_platform.device_type)
         if spec["device"] not in ("auto", device.type):
@@ -128,37 +168,10 @@ class Worker:
         if spec["plugin"]:  # in the autoregressive arm too: it should not run for hours before the first method fails
             _require_plugin()
         cpu = device.type == "cpu"
-        scheduler = "RecordedScheduler" if cpu else "RecordedAsyncScheduler"
         dtype = str(pick_dtype(spec["dtype"], device)).removeprefix("torch.")
-        arguments: dict[str, Any] = {
-            "model": spec["target"],
-            "skip_tokenizer_init": True,
-            "language_model_only": True,
-            "generation_config": "vllm",
-            "dtype": dtype,
-            "seed": 0,
-            "max_model_len": spec["context"],
-            "max_num_seqs": 1,
-            "max_num_batched_tokens": spec["prefill_chunk"],
-            "enable_chunked_prefill": True,
-            "enable_prefix_caching": False,
-            # Asynchronous scheduling with a drafter switches it off by itself, in that arm only.
-            "disable_cascade_attn": True,
-            "enforce_eager": cpu or not spec["graphs"],
-            "disable_log_stats": False,
-            "scheduler_cls": f"harness.engines.vllm.scheduler.{scheduler}",
-            "kv_cache_memory_bytes": spec["kv_cache_bytes"],
-            "gpu_memory_utilization": spec["gpu_memory"],
-        }
+        arguments = engine_arguments(spec, dtype=dtype, cpu=cpu)
         if spec["drafter"] is not None:
-            # The runner of the autoregressive arm: a drafter must not move its own arm to the other one.
-            runner_v2 = not cpu and EngineArgs(**arguments).create_engine_config().use_v2_model_runner
-            os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(runner_v2))
-            folder = Path(tempfile.mkdtemp(prefix="drafter-"))
-            copy_drafter(Path(spec["drafter"]), folder, context=spec["context"], runner_v2=runner_v2)
-            arguments["speculative_config"] = speculative_config(folder, runner_v2=runner_v2)
-        if self.plugged:
-            arguments["additional_config"] = spec["additional_config"]
+            arguments |= speculation(spec, arguments, cpu=cpu)
         self.llm: LLM = LLM(**arguments)
         core = self.llm.llm_engine.engine_core.engine_core
         self.scheduler = core.scheduler
