@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import sys
 import tracemalloc
 from dataclasses import asdict, replace
@@ -95,6 +96,18 @@ def test_every_table_and_figure_of_the_paper_has_an_experiment() -> None:
     for model in ("llama", "qwen35", "gemma"):
         assert {(model, task) for task in ("gov", "lca", "swebench", "speed_short", "speed_long")} <= measured
     assert ("gemma", "lca_huge") in measured and ("llama", "lca_huge") not in measured
+
+
+@pytest.mark.slow
+def test_the_readme_gives_the_hours_that_the_formula_gives() -> None:
+    rows = re.findall(r"^\| (`\w+`.*) \| ([\d,]+) \| (\d+) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    stated = {name: (int(n.replace(",", "")), int(h)) for cell, n, h in rows for name in re.findall(r"`(\w+)`", cell)}
+    made = {file.stem for file in (ROOT / "conf" / "experiment").glob("*.yaml") if "parts:" in file.read_text()}
+    assert set(stated) == made - {"demo"}
+    for name, (requests, hours) in stated.items():
+        works = [plan_work(plan, plan.config.slurm, None) for plan in merge(plans_of(f"+experiment={name}"))]
+        assert sum(work.requests for work in works) == requests, name
+        assert round(sum(work.hours for work in works)) == hours, name
 
 
 def test_what_two_tables_need_is_measured_once_and_composes_again() -> None:
