@@ -210,7 +210,12 @@ def test_head_dims(dims):
     generator = torch.Generator().manual_seed(5)
     q, k = normal(generator, 3, 2, dims[0]).float(), normal(generator, 20, 1, dims[0]).float()
     v = normal(generator, 20, 1, dims[1]).float()
-    check([call_of(q, k, v, 16, generator, length=20, scale=dims[0] ** -0.5, right=0)], 8, 1e-5)
+    call = call_of(q, k, v, 16, generator, length=20, scale=dims[0] ** -0.5, right=0)
+    check([call], 8, 1e-5)
+    # Vectors that lie in wider ones: what follows them is not theirs.
+    wider = [torch.cat((x, torch.full_like(x, torch.nan)), -1) for x in (call.query, call.keys, call.values)]
+    parts = [x[..., :dim] for x, dim in zip(wider, (dims[0], *dims), strict=True)]
+    check([replace(call, query=parts[0], keys=parts[1], values=parts[2])], 1, 1e-5)
 
 
 @pytest.mark.parametrize(("rows", "heads"), [(1, (1, 1)), (1, (8, 1)), (10, (32, 8)), (16, (4, 1)), (7, (16, 1))])
