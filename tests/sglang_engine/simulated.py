@@ -287,7 +287,13 @@ class Simulated:
         model = getattr(drafters, architecture)(config)
         model.load_weights(iter(random_tensors(pair.config, 0).items()))
         tables = ReqToTokenPool(4, WIDTH, "cpu", False)
-        heads = {"head_num": 2, "head_dim": 16, "layer_num": 2, "device": "cpu", "enable_memory_saver": False}
+        heads = {
+            "head_num": pair.config.kv_heads,
+            "head_dim": pair.config.head_dim,
+            "layer_num": len(pair.config.layers),
+            "device": "cpu",
+            "enable_memory_saver": False,
+        }
         pool = MHATokenToKVPool(size=SLOTS, page_size=1, dtype=torch.float32, **heads)
         self.draft_runner = _DraftRunner(model, config, pool, tables)
 
@@ -319,7 +325,7 @@ class Simulated:
             buffer.fill_(torch.nan)
         self.worker.alloc_memory_pool(None, tables, None)
         if self.session.raw is not None:
-            for layer in range(2):
+            for layer in range(len(pair.config.layers)):
                 rows = self.session.raw.rows(layer)
                 if rows is not None:
                     rows.fill_(torch.nan)

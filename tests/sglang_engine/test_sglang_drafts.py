@@ -178,6 +178,37 @@ def test_sliding_layers_keep_their_own_window(
         assert follow(engine) < CLOSE
 
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize("name", ["original", "fold", "streamingllm", "yarn", "cmr"])
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("dflash", {"block": 2, "num_key_value_heads": 1, "num_hidden_layers": 1, "layer_types": ["full_attention"]}),
+        ("dflash", {"block": 16, "num_key_value_heads": 4, "rope_scaling": LLAMA3}),
+        ("dspark", {"block": 1, "head_dim": 32}),
+        (
+            "dspark",
+            {"block": 7, "num_hidden_layers": 3, "layer_types": ["full_attention"] * 3, "num_key_value_heads": 1},
+        ),
+    ],
+)
+def test_other_shapes_of_drafters_and_embeddings(
+    name: str, family: str, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = open_engine(save_pair(tmp_path, raw_config(family, **changes)), name, monkeypatch)
+    for prompt in (33, 8):
+        engine.start(prompt, 64, seed=prompt)
+        assert follow(engine, (0, 9, 3, 1, 16)) < CLOSE
+
+
 def test_yarn_is_refused_where_it_scales_some_layers_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     raw = raw_config(
         layer_types=["sliding_attention", "full_attention"],
