@@ -122,7 +122,10 @@ def test_a_killed_harness_takes_its_engine_with_it(pair: Pair, tmp_path: Path) -
         "    engine.decode(request(300), None)\n"
     )
     harness = subprocess.Popen(
-        [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
     )
     try:
         assert harness.stdout is not None and harness.stdout.readline() == "ready\n"
@@ -281,8 +284,9 @@ def test_weights_that_are_no_safetensors_are_refused(pair: Pair, tmp_path: Path)
 def fold_bench(run_dir: Path, *more: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "harness.cli", "engine=vllm", "benchmark=demo_code", "benchmark.n=1"]
     command += ["benchmark.levels=[1K]", "benchmark.max_new_tokens=32", "warmup_tokens=0", "drift_requests=0"]
-    command += ["engine.threads=1", "engine.kv_cache_gib=1", f"run_dir={run_dir}", *more]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command += ["engine.threads=1", "engine.kv_cache_gib=0.5", f"run_dir={run_dir}", *more]
+    scratch = {**os.environ, "TMPDIR": str(run_dir.parent)}
+    return subprocess.Popen(command, cwd=ROOT, env=scratch, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 @pytest.mark.slow

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from harness.config import EngineConfig, RunConfig
 
 GIB = 1 << 30
-# vLLM would take a share of all memory, which is meant for a machine of its own.
-CPU_KV_CACHE_GIB = 4.0
+# vLLM would take a share of all memory and fill it with zeros. Where this is too little, vLLM says how much it needs.
+CPU_KV_CACHE_GIB = 1.0
 
 
 @dataclass(frozen=True)
