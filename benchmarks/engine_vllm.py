@@ -50,7 +50,7 @@ def main() -> None:
     asked = parser.parse_args()
     target = ensure_target()
     context = max(asked.contexts) + asked.tokens + ROOM
-    settings = EngineConfig(name="vllm", dtype=asked.dtype, threads=asked.threads, kv_cache_gib=2)
+    settings = EngineConfig(name="vllm", dtype=asked.dtype, threads=asked.threads, kv_cache_gib=0.5)
     methods = {
         "ar": None,
         "stock": Stock(),
