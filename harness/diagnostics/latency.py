@@ -201,9 +201,9 @@ def _ar(engine: ReferenceEngine, repeats: int) -> tuple[float, dict[str, float]]
     target, _ = engine.pair
     device = target.device
     total = statistics.median(clock(lambda: engine.step(1), device, repeats))
-    if isinstance(target, DenseTarget) and target.has_fixed(1):
+    if target.has_fixed(1):
         logits = torch.randn(1, target.vocab, device=device).to(target.dtype)
-        alone = replays(target.fixed_pass(1, ()).attention_alone(), device, repeats)
+        alone = replays(target.attention_alone(1), device, repeats)
         return total, {TARGET_ATTENTION: alone, SAMPLING: _sampling_alone(engine, logits, device, repeats)}
     with _ranges(device) as ranges, _wrapped(engine, None, ranges):
         for _ in range(repeats):
@@ -237,14 +237,13 @@ def _sd_by_isolation(
     target, drafter = engine.pair
     assert drafter is not None
     device, rows = target.device, drafter.config.proposals + 1
-    taps = tuple(drafter.config.target_layer_ids)
     logits = torch.randn(rows, target.vocab, device=device).to(target.dtype)
     found = {SAMPLING: _sampling_alone(engine, logits, device, repeats)}
     drafter_ms = replays(lambda: drafting.replay(), device, repeats)
     found[DRAFTER_ATTENTION] = replays(drafting.attention_alone(), device, repeats)
     found[DRAFTER_OTHER] = max(0.0, drafter_ms - found[DRAFTER_ATTENTION])
-    if isinstance(target, DenseTarget) and target.has_fixed(rows):
-        found[TARGET_ATTENTION] = replays(target.fixed_pass(rows, taps).attention_alone(), device, repeats)
+    if target.has_fixed(rows):
+        found[TARGET_ATTENTION] = replays(target.attention_alone(rows), device, repeats)
         return found
     with _ranges(device) as ranges, _wrapped(engine, None, ranges):
         for _ in range(repeats):

@@ -32,6 +32,7 @@ from harness.engines.reference.fixed import (
     far_from,
     triton_executors,
 )
+from harness.engines.reference.hf import TransformersTarget, random_model
 from harness.engines.reference.target import open_target
 from methods import make_method
 from methods.cache import ContextCache, DrafterGeometry
@@ -125,6 +126,8 @@ def test_every_target_verifies_the_same(
     (plain, fixed), guides, pair = both(tmp_path, "fold", monkeypatch, prompt=40, limit=30)
     assert (fixed.output_ids, fixed.commits) == (plain.output_ids, plain.commits)
     assert guides[0].drafted == guides[1].drafted
+    for rows in (1, 5):  # a recurrent state has no place of its own
+        assert pair[1]._target.has_fixed(rows) == (architecture != "qwen3_5")
     asked = request(40, 30)
     assert pair[1].decode(asked, None).output_ids == pair[0].decode(asked, None).output_ids == plain.output_ids
 
@@ -407,6 +410,27 @@ def test_a_pass_of_the_target_asks_nothing_of_the_device(name: str, rows: int) -
     target.reserve(4096)
     step = target.fixed_pass(rows, (1, 3))
     with NothingFromTheHost():
-        made, query = step._compute()
+        made, query = step.step()
     assert made.logits.shape == (rows, target.vocab) and query.shape[1] == rows
     assert made.features is not None and made.features.shape == (rows, 2 * 4096)
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_a_pass_of_transformers_modules_asks_nothing_of_the_device(rows: int) -> None:
+    from transformers import AutoConfig
+
+    shapes = published("target", "gemma") | {"num_hidden_layers": 6}
+    config = AutoConfig.for_model(shapes.pop("model_type"), **shapes)
+    meta = torch.device("meta")
+    target = TransformersTarget(random_model(config, torch.bfloat16, meta, 0), torch.bfloat16, meta)
+    target.fix({1, 8}, torch_attend)
+    target.reserve(4096)
+    target.forward(range(40), last_only=True)
+    step = target.fixed_pass(rows, (1, 3))
+    with NothingFromTheHost():
+        made, query = step.step()
+    assert made.logits.shape == (rows, target.vocab) and query.shape[1] == rows
+    assert made.features is not None and made.features.shape == (rows, 2 * 3840)
+    alone = target.attention_alone(rows)
+    with NothingFromTheHost():
+        alone()

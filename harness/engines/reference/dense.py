@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from harness.engines.base import EngineError
 from harness.engines.reference.attention import attend, row_weights
-from harness.engines.reference.fixed import Fixed
+from harness.engines.reference.fixed import Fixed, FixedPass
 from harness.engines.reference.target import Step
 from harness.linear import Linear, pack
 from methods.paged import Attend
@@ -131,7 +132,7 @@ class DenseTarget:
         if stop > self._capacity:
             raise EngineError(f"{stop} positions do not fit the reserved {self._capacity}")
         if rows in self._fixed_rows and not last_only:
-            step = self.fixed_pass(rows, taps)(ids, start)
+            step, self._last_query = self.fixed_pass(rows, taps)(ids, start)
             self.length = stop
             return step
         cos, sin = self._cos[start:stop, None], self._sin[start:stop, None]
@@ -153,8 +154,35 @@ class DenseTarget:
         """The fixed step of so many rows; made, and on a GPU captured, when first asked for."""
         key = (rows, tuple(taps))
         if key not in self._fixed:
-            self._fixed[key] = FixedPass(self, rows, key[1])
+            self._fixed[key] = FixedPass(rows, self.device, partial(self._compute_fixed, taps=key[1]))
         return self._fixed[key]
+
+    @torch.inference_mode()
+    def attention_alone(self, rows: int) -> Fixed[Tensor]:
+        """All layers' attention and nothing else, as a step of its own: how long it takes is its share of a pass."""
+        held = self.fixed_pass(rows, ())
+        held.start.fill_(self.length - rows)
+        shape = (self._heads, rows, self._dim)
+        q = torch.randn(shape, dtype=torch.float32, device=self.device).to(self.dtype)
+        return Fixed(lambda: [self._attend_fixed(i, q, held.stop) for i in range(self.layers)][-1], self.device)
+
+    def _compute_fixed(self, at: FixedPass, *, taps: tuple[int, ...]) -> tuple[Step, Tensor]:
+        places, stop = at.places, at.stop
+
+        def read(index: int, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            self._keys[index].index_copy_(1, places, keys)
+            self._values[index].index_copy_(1, places, values)
+            return self._attend_fixed(index, q, stop)
+
+        cos, sin = (table.index_select(0, places)[:, None] for table in (self._cos, self._sin))
+        return self._through(at.ids, cos, sin, read, taps, last_only=False)
+
+    def _attend_fixed(self, index: int, q: Tensor, stop: Tensor) -> Tensor:
+        """``q`` [Hq, R, d] against the first ``stop`` entries of a layer, the R rows' own among them."""
+        assert self._attend is not None
+        keys, values = (held[index].transpose(0, 1)[None] for held in (self._keys, self._values))
+        out, _ = self._attend(q.transpose(0, 1), keys, values, None, stop, left=None, right=0, scale=self._scale)
+        return out.transpose(0, 1)
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor, length: int, scale: float) -> Tensor:
         """The read of a layer's cache: an attribute of the target, so that a profile can put a range around it."""
@@ -225,57 +253,6 @@ class DenseTarget:
 
     def nbytes(self) -> dict[str, int]:
         return {"weights": self._weights, "cache": self._keys.nbytes + self._values.nbytes}
-
-
-class FixedPass:
-    """A pass of R rows with fixed shapes: everything that changes from pass to pass lies in device memory."""
-
-    def __init__(self, target: DenseTarget, rows: int, taps: tuple[int, ...]) -> None:
-        assert target._attend is not None
-        self._target, self._taps, self._attend = target, taps, target._attend
-        self.ids = torch.zeros(rows, dtype=torch.int64, device=target.device)
-        self.start = torch.zeros(1, dtype=torch.int32, device=target.device)
-        self._row = torch.arange(rows, device=target.device)
-        self.step = Fixed(self._compute, target.device)
-
-    def __call__(self, ids: Sequence[int], start: int) -> Step:
-        """``ids`` [R] at positions ``start``.. ; what comes back is overwritten by the next call."""
-        self.ids.copy_(torch.tensor(ids))
-        self.start.fill_(start)
-        step, self._target._last_query = self.step()
-        return step
-
-    def ready(self, start: int) -> None:
-        """On a GPU, capture the step; what that writes lies behind the ``start`` entries held."""
-        self.start.fill_(start)
-        self.step.capture()
-
-    def _compute(self) -> tuple[Step, Tensor]:
-        target = self._target
-        places = self.start + self._row
-
-        def read(index: int, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            target._keys[index].index_copy_(1, places, keys)
-            target._values[index].index_copy_(1, places, values)
-            return self.attend_layer(index, q)
-
-        cos, sin = (table.index_select(0, places)[:, None] for table in (target._cos, target._sin))
-        return target._through(self.ids, cos, sin, read, self._taps, last_only=False)
-
-    def attend_layer(self, index: int, q: Tensor) -> Tensor:
-        """``q`` [Hq, R, d] against what the layer holds up to and with these rows."""
-        target = self._target
-        keys, values = (held[index].transpose(0, 1)[None] for held in (target._keys, target._values))
-        stop = self.start + len(self.ids)
-        out, _ = self._attend(q.transpose(0, 1), keys, values, None, stop, left=None, right=0, scale=target._scale)
-        return out.transpose(0, 1)
-
-    def attention_alone(self) -> Fixed[Tensor]:
-        """All layers' attention and nothing else, as a step of its own: how long it takes is its share of a pass."""
-        target = self._target
-        shape = (target._heads, len(self.ids), target._dim)
-        q = torch.randn(shape, dtype=torch.float32, device=target.device).to(target.dtype)
-        return Fixed(lambda: [self.attend_layer(index, q) for index in range(target.layers)][-1], target.device)
 
 
 class RandomTensors:

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from harness.drafters import Drafter
 from harness.engines.base import EngineError, EngineInfo, Finish, Generation
-from harness.engines.reference.dense import DenseTarget
 from harness.engines.reference.fixed import PAGE, Executors, FixedDrafting
 from harness.engines.reference.target import Target
 from harness.requests import Request
@@ -79,7 +78,7 @@ class ReferenceEngine:
 
     prefill_chunk: prompt tokens per forward pass of the target. executors: if given, steps, drafts and verifications
     have fixed shapes and run on these, on a GPU as CUDA graphs. Left out of the graphs are the drafts of InfLLM and
-    CMR, which choose entries on the host, and targets that are ``transformers``' modules.
+    CMR, which choose entries on the host, and targets with recurrent layers (Qwen3.5).
     """
 
     interleaved = True
@@ -104,7 +103,7 @@ class ReferenceEngine:
             drafter.bind(target.embedding, target.head)
             self._taps = tuple(drafter.config.target_layer_ids)
             rows.append(drafter.config.proposals + 1)
-        if executors is not None and isinstance(target, DenseTarget):
+        if executors is not None:
             target.fix(rows, executors.attend)
         self._prompt: _Prompt | None = None
 
@@ -234,7 +233,7 @@ class ReferenceEngine:
 
     def _ready(self, rows: int, taps: tuple[int, ...]) -> None:
         """Capture the target's fixed step before a clock runs."""
-        if self._executors is not None and isinstance(self._target, DenseTarget):
+        if self._target.has_fixed(rows):
             self._target.fixed_pass(rows, taps).ready(self._target.length)
 
     def _open_drafting(

@@ -7,7 +7,7 @@ hold them against the engine's ordinary path.
 
 A drafting method has three such steps: the draft, the draft while no entry is far yet (*length dispatch*, Appendix B.4:
 a window-only graph while the sequence is no longer than W), and the commit of verified features. The target has one for
-a single row and one for a block (``dense.FixedPass``). InfLLM and CMR choose entries on the host, so their draft runs
+a single row and one for a block (:class:`FixedPass`). InfLLM and CMR choose entries on the host, so their draft runs
 as it is, on the same kernels.
 
 Storage, all the engine's own: unrotated keys and values once for all methods (``methods.cache``), and for a method what
@@ -16,7 +16,7 @@ it reads rotated: all keys where it reads them all at true distances, else a rin
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from harness.drafters import Drafter
 from harness.engines.base import EngineError
+from harness.engines.reference.target import Step
 from methods.cache import ContextCache, DrafterGeometry
 from methods.paged import (
     Attend,
@@ -96,6 +97,39 @@ class Fixed(Generic[T]):
         assert self._graph is not None
         self._graph.replay()
         return cast(T, self._result)
+
+
+class FixedPass:
+    """A target's pass of R rows with fixed shapes. ``compute(self)`` does the work with what the buffers hold: token
+    ``ids`` [R] that follow ``start`` [1] entries held."""
+
+    def __init__(self, rows: int, device: torch.device, compute: Callable[[FixedPass], tuple[Step, Tensor]]) -> None:
+        self.ids = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.start = torch.zeros(1, dtype=torch.int32, device=device)
+        self._row = torch.arange(rows, device=device)
+        self.step = Fixed(lambda: compute(self), device)
+
+    @property
+    def places(self) -> Tensor:
+        """Positions of the rows, int64 [R]."""
+        return self.start + self._row
+
+    @property
+    def stop(self) -> Tensor:
+        """Entries held with these rows, int32 [1]."""
+        return self.start + len(self._row)
+
+    def __call__(self, ids: Sequence[int], start: int) -> tuple[Step, Tensor]:
+        """Logits and features of ``ids`` at positions ``start``.. and the watched layer's queries; the next call
+        overwrites all of it."""
+        self.ids.copy_(torch.tensor(ids))
+        self.start.fill_(start)
+        return self.step()
+
+    def ready(self, start: int) -> None:
+        """On a GPU, capture the step; what that writes lies behind the ``start`` entries held."""
+        self.start.fill_(start)
+        self.step.capture()
 
 
 @dataclass(frozen=True)

@@ -3,15 +3,19 @@
 Three things are added around the model's forward: attention layers write into preallocated keys and values and hand
 back views (no concatenation per step; sliding layers keep all entries, so that rejected rows can be taken back), the
 tapped layers' outputs are caught by hooks, and the recurrent state of linear-attention layers is saved before a pass
-and restored
-when rows of it are dropped: the kept rows are then fed again, since a recurrence cannot be cut.
+and restored when rows of it are dropped: the kept rows are then fed again, since a recurrence cannot be cut.
+
+Models without recurrent layers also run passes of fixed shape (``fixed.py``): the same modules, with the rows laid at
+places that device memory names and attention bounded by it.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +24,9 @@ from torch import Tensor
 
 from harness.engines.base import EngineError
 from harness.engines.reference.attention import row_weights
+from harness.engines.reference.fixed import Fixed, FixedPass
 from harness.engines.reference.target import Step
+from methods.paged import Attend
 
 _ATTENTION = "fold_bench_watched"
 
@@ -56,8 +62,51 @@ class TransformersTarget:
         self._before: list[Any] | None = None  # recurrent states before the latest pass
         self._prompt_state: list[Any] | None = None
         self._query = torch.empty(0)
+        self._attend: Attend | None = None
+        self._fixed: dict[tuple[int, tuple[int, ...]], FixedPass] = {}
+        self._fixed_rows: frozenset[int] = frozenset()
+
+    def fix(self, rows: Collection[int], attend: Attend) -> None:
+        """See :class:`~harness.engines.reference.target.Target`: for models without recurrent layers, whose state
+        moves from one place to another."""
+        if not any(_recurrent(layer) for layer in self._new_cache().layers):
+            self._attend, self._fixed_rows = attend, frozenset(rows)
+        self._fixed.clear()
+
+    def has_fixed(self, rows: int) -> bool:
+        return rows in self._fixed_rows
+
+    def fixed_pass(self, rows: int, taps: Sequence[int]) -> FixedPass:
+        key = (rows, tuple(sorted(taps)))
+        if key not in self._fixed:
+            self._fixed[key] = FixedPass(rows, self.device, partial(self._compute_fixed, taps=key[1]))
+        return self._fixed[key]
+
+    @torch.inference_mode()
+    def attention_alone(self, rows: int) -> Fixed[Tensor]:
+        held = self.fixed_pass(rows, ())
+        held.start.fill_(self.length - rows)
+        calls: list[_Call] = []
+        with _fixed_attention(held, self._attend, calls):
+            self._pass(held.ids, held.places, (), 0)  # to learn what each layer asks for
+        stop = held.stop
+        assert self._attend is not None
+        attend = self._attend
+        return Fixed(lambda: [call.again(attend, stop) for call in calls][-1], self.device)
+
+    @torch.inference_mode()
+    def _compute_fixed(self, at: FixedPass, *, taps: tuple[int, ...]) -> tuple[Step, Tensor]:
+        with _fixed_attention(at, self._attend):
+            step = self._pass(at.ids, at.places, taps, 0)
+        self._scale = _WATCH["query"][1]
+        return step, _WATCH["query"][0]
 
     def reserve(self, capacity: int) -> None:
+        if self._fixed_rows and self._cache is not None and capacity <= self._capacity:
+            self._set_length(0)  # fixed steps have its addresses
+            self._marked, self._fed = 0, []
+            return
+        self._fixed.clear()
         self._cache = self._new_cache()
         self._cache.layers = [
             layer if _recurrent(layer) else _preallocated(layer, capacity) for layer in self._cache.layers
@@ -72,23 +121,33 @@ class TransformersTarget:
             raise EngineError(f"{self.length + len(ids)} positions do not fit the reserved {self._capacity}")
         self._before = self._recurrent_states()
         self._fed = list(ids)
+        if len(ids) in self._fixed_rows and not last_only:
+            step, self._query = self.fixed_pass(len(ids), taps)(ids, self.length)
+            self._set_length(self.length + len(ids))
+            return step
+        places = torch.arange(self.length, self.length + len(ids), device=self.device)
+        step = self._pass(torch.tensor(list(ids), device=self.device), places, taps, 1 if last_only else 0)
+        if _WATCH["query"] is not None:
+            self._query, self._scale = _WATCH["query"]
+        self.length += len(ids)
+        return step
+
+    def _pass(self, ids: Tensor, places: Tensor, taps: Sequence[int], keep: int) -> Step:
+        """The model over ``ids`` [R] at ``places`` [R]; logits of the last ``keep`` rows, 0 for all."""
         tapped: dict[int, Tensor] = {}
         hooks = [self._decoder_layers[i].register_forward_hook(_catch(tapped, i)) for i in sorted(taps)]
         _WATCH.update(layer=self._watched, query=None)
         try:
             out = self._model(
-                input_ids=torch.tensor([list(ids)], device=self.device),
-                position_ids=torch.arange(self.length, self.length + len(ids), device=self.device)[None],
+                input_ids=ids[None],
+                position_ids=places[None],
                 use_cache=True,
-                logits_to_keep=1 if last_only else 0,
+                logits_to_keep=keep,
                 **{self._cache_name: self._cache},
             )
         finally:
             for hook in hooks:
                 hook.remove()
-        if _WATCH["query"] is not None:
-            self._query, self._scale = _WATCH["query"]
-        self.length += len(ids)
         features = torch.cat([tapped[i] for i in sorted(taps)], -1) if taps else None
         return Step(out.logits[0], features)
 
@@ -235,6 +294,10 @@ def _preallocated(layer: Any, capacity: int) -> Any:
         def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
             if not self.is_initialized:
                 self.lazy_initialization(key_states, value_states)
+            if (fixed := _WATCH["fixed"]) is not None:
+                for block, states in zip(self._blocks, (key_states, value_states), strict=True):
+                    block.index_copy_(2, fixed.places, states)
+                return self._blocks[0], self._blocks[1]
             stop = self._held + key_states.shape[2]
             for block, states in zip(self._blocks, (key_states, value_states), strict=True):
                 block[:, :, self._held : stop] = states
@@ -262,7 +325,40 @@ def _layer_bytes(layer: Any) -> int:
 
 # transformers calls attention through a registry of functions; this one remembers the queries of one layer (CMR's
 # score)
-_WATCH: dict[str, Any] = {"layer": None, "query": None, "range": nullcontext}
+_WATCH: dict[str, Any] = {"layer": None, "query": None, "range": nullcontext, "fixed": None}
+
+
+@dataclass(frozen=True)
+class _Call:
+    """An attention call of a fixed pass: ``query`` [R, Hq, d], ``keys`` and ``values`` [1, capacity, Hkv, d]."""
+
+    query: Tensor
+    keys: Tensor
+    values: Tensor
+    scale: float
+    window: int | None
+
+    def again(self, attend: Attend, stop: Tensor) -> Tensor:
+        """[R, Hq, dv] over the first ``stop`` entries, or those of the window (the row itself counts as one)."""
+        left = None if self.window is None else self.window - 1
+        return attend(self.query, self.keys, self.values, None, stop, left=left, right=0, scale=self.scale)[0]
+
+
+@contextmanager
+def _fixed_attention(at: FixedPass, attend: Attend | None, calls: list[_Call] | None = None) -> Iterator[None]:
+    """Cache layers lay rows at the pass's places, and attention reads what lies before its stop."""
+    _WATCH.update(fixed=at, attend=attend, calls=calls)
+    try:
+        yield
+    finally:
+        _WATCH["fixed"] = None
+
+
+def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    """No mask for a fixed pass, whose attention has bounds of its own."""
+    from transformers.masking_utils import sdpa_mask
+
+    return None if _WATCH["fixed"] is not None else sdpa_mask(*args, **kwargs)
 
 
 @contextmanager
@@ -280,19 +376,27 @@ def _watched_attention(
 ) -> Any:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+    scale = kwargs.get("scaling")
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
     if getattr(module, "layer_idx", None) == _WATCH["layer"]:
-        scale = kwargs.get("scaling")
-        _WATCH["query"] = (query[0], query.shape[-1] ** -0.5 if scale is None else scale)
+        _WATCH["query"] = (query[0], scale)
+    if (fixed := _WATCH["fixed"]) is not None:
+        window = kwargs.get("sliding_window")
+        rows, keys, values = (x[0].transpose(0, 1) for x in (query, key, value))
+        call = _Call(rows, keys[None], values[None], scale, window)
+        if (calls := _WATCH["calls"]) is not None:
+            calls.append(call)
+        return call.again(_WATCH["attend"], fixed.stop)[None], None
     with _WATCH["range"]():
         return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
 
 
 def _register_attention() -> None:
     from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+    from transformers.masking_utils import AttentionMaskInterface
 
     AttentionInterface.register(_ATTENTION, _watched_attention)
-    AttentionMaskInterface.register(_ATTENTION, sdpa_mask)
+    AttentionMaskInterface.register(_ATTENTION, _mask)
 
 
 def _catch(into: dict[int, Tensor], index: int) -> Callable[..., None]:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from harness.engines.base import EngineError
+
+if TYPE_CHECKING:
+    from harness.engines.reference.fixed import Fixed, FixedPass
+    from methods.paged import Attend
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,19 @@ class Target(Protocol):
 
     def nbytes(self) -> dict[str, int]:
         """Bytes held: weights and cache."""
+
+    def fix(self, rows: Collection[int], attend: Attend) -> None:
+        """From now on passes of so many rows run as fixed steps (``harness.engines.reference.fixed``), replayed as
+        CUDA graphs on a GPU, where this target can; ``attend`` reads the cache in them."""
+
+    def has_fixed(self, rows: int) -> bool:
+        """Whether passes of so many rows are fixed steps."""
+
+    def fixed_pass(self, rows: int, taps: Sequence[int]) -> FixedPass:
+        """The fixed step of so many rows."""
+
+    def attention_alone(self, rows: int) -> Fixed[Tensor]:
+        """All layers' attention of a fixed pass and nothing else, for timing."""
 
     def pretend(self, length: int) -> None:
         """Hold ``length`` entries of random keys and values: for timing, which depends on shapes alone."""
