@@ -34,6 +34,7 @@ class Run:
 
     output: list[int]
     report: dict[str, Any]
+    cached: int = 0  # prompt tokens that vLLM had from an earlier request
 
     @property
     def drafts(self) -> list[dict[str, Any]]:
@@ -127,7 +128,7 @@ class Running:
             done = self.llm.generate([{"prompt_token_ids": prompt}], parameters, use_tqdm=False)[0]
         finally:
             self.drafter.propose = own
-        return Run(list(done.outputs[0].token_ids), activity.report())
+        return Run(list(done.outputs[0].token_ids), activity.report(), done.num_cached_tokens or 0)
 
     def _traced(self) -> tuple[str, int]:
         """The running request, and how many of its rounds were traced."""

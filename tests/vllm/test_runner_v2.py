@@ -23,8 +23,9 @@ from tests.vllm.test_plugin_methods import METHODS
 
 pytest.importorskip("triton", reason="the V2 runner's kernels need Triton's interpreter")
 
-LIMIT = 20
-LONG, CROSSING = prompt(280, 1), prompt(54, 2)
+ROOT = str(Path(__file__).resolve().parents[2])
+LIMIT = 14
+LONG, CROSSING = prompt(280, 1), prompt(58, 2)
 DFLASH = ["original", "window", "streamingllm", "yarn", "rerope", "infllm", "cmr"]
 SESSIONS: dict[str, tuple[str, dict[str, Any], list[dict[str, Any]]]] = {
     "dflash": (
@@ -34,6 +35,7 @@ SESSIONS: dict[str, tuple[str, dict[str, Any], list[dict[str, Any]]]] = {
             # A context that grows out of the window is first read by the near reader alone.
             {"method": "fold", "prompt": CROSSING},
             {"method": "fold", "prompt": LONG},
+            {"method": "fold", "prompt": CROSSING, "kernels": "triton"},
             *({"method": name, "prompt": LONG} for name in DFLASH),
         ],
     ),
@@ -42,24 +44,38 @@ SESSIONS: dict[str, tuple[str, dict[str, Any], list[dict[str, Any]]]] = {
 }
 
 
-@pytest.mark.parametrize("name", SESSIONS)
-def test_drafts_equal_the_reference_drafters(name: str, tmp_path: Path) -> None:
-    target, drafter, requests = SESSIONS[name]
-    asked = [{"limit": LIMIT, "options": METHODS[request["method"]]} | request for request in requests]
-    session = tmp_path / "session.json"
-    session.write_text(
-        json.dumps({"target": target, "drafter": drafter, "folder": str(tmp_path / "pair"), "requests": asked})
-    )
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Pair, list[tuple[dict[str, Any], Any]]]]:
+    """Each pair, and what became of its requests."""
+    folder = tmp_path_factory.mktemp("v2")
+    asked = [
+        {
+            "target": target,
+            "drafter": drafter,
+            "folder": str(folder / name),
+            "requests": [{"limit": LIMIT, "options": METHODS[each["method"]]} | each for each in requests],
+        }
+        for name, (target, drafter, requests) in SESSIONS.items()
+    ]
+    session = folder / "session.json"
+    session.write_text(json.dumps(asked))
     command = [sys.executable, "-m", "tests.vllm.v2_session", str(session)]
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run(command, cwd=root, env=os.environ | {"PYTHONPATH": str(root)}, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": ROOT}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    written = json.loads(session.with_name("session.json.out").read_text())
+    found = {}
+    for name, pair, given in zip(SESSIONS, asked, written, strict=True):
+        where = folder / name
+        made = Pair(where / "target", where / "drafter", where / "served", read_config(where / "drafter"))
+        found[name] = made, list(zip(pair["requests"], given, strict=True))
+    return found
 
-    folder = tmp_path / "pair"
-    pair = Pair(folder / "target", folder / "drafter", folder / "served", read_config(folder / "drafter"))
+
+@pytest.mark.parametrize("name", SESSIONS)
+def test_drafts_equal_the_reference_drafters(name: str, answers: Any) -> None:
+    pair, requests = answers[name]
     reference = Reference(pair)
-    answers = json.loads(session.with_name("session.json.out").read_text())
-    for request, answer in zip(asked, answers, strict=True):
+    for request, answer in requests:
         method = make_method(request["method"], **request["options"])
         assert answer["output"] == answer["expected"]
         run = Run(answer["output"], answer["report"])

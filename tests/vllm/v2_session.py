@@ -3,8 +3,8 @@
     python -m tests.vllm.v2_session SESSION.json
 
 vLLM's CPU package takes the V2 runner for impossible without Triton's CPU backend; the interpreter does as well, if it
-is switched on before anything is imported. Reads ``{"target", "drafter", "folder", "requests": [...]}`` and writes
-what each request gave beside it, as ``SESSION.json.out``.
+is switched on before anything is imported. Reads a list of pairs, ``{"target", "drafter", "folder", "requests":
+[...]}``, and writes what each request gave beside it, as ``SESSION.json.out``.
 """
 
 from __future__ import annotations
@@ -46,21 +46,22 @@ def main(session: Path) -> None:
 
     plugin.register()
     speculator.install()  # register() leaves a CPU alone
-    asked = json.loads(session.read_text())
-    pair = save_pair(Path(asked["folder"]), asked["target"], asked["drafter"], context=512, runner_v2=True)
-    running = Running(pair, "fold", {"window": 64}, context=512, chunk=128)
-    assert type(running.drafter).__name__ in ("PlannedDFlashSpeculator", "PlannedDSparkSpeculator")
-    answers: list[dict[str, Any]] = []
-    outputs: dict[str, list[int]] = {}
-    for request in asked["requests"]:
-        prompt, limit = request["prompt"], request["limit"]
-        if str(prompt) not in outputs:
-            outputs[str(prompt)] = running.generate(prompt, limit).output
-        running.use(make_method(request["method"], **request["options"]), kernels=request.get("kernels"))
-        run = running.generate(prompt, limit, Guide(prompt + outputs[str(prompt)], seed=len(answers)))
-        answers.append({"output": run.output, "expected": outputs[str(prompt)], "report": run.report})
+    answers: list[list[dict[str, Any]]] = []
+    for asked in json.loads(session.read_text()):
+        pair = save_pair(Path(asked["folder"]), asked["target"], asked["drafter"], context=512, runner_v2=True)
+        running = Running(pair, "fold", {"window": 64}, context=512, chunk=128)
+        assert type(running.drafter).__name__ in ("PlannedDFlashSpeculator", "PlannedDSparkSpeculator")
+        answers.append([])
+        outputs: dict[str, list[int]] = {}
+        for request in asked["requests"]:
+            prompt, limit = request["prompt"], request["limit"]
+            if str(prompt) not in outputs:
+                outputs[str(prompt)] = running.generate(prompt, limit).output
+            running.use(make_method(request["method"], **request["options"]), kernels=request.get("kernels"))
+            run = running.generate(prompt, limit, Guide(prompt + outputs[str(prompt)], seed=len(answers[-1])))
+            answers[-1].append({"output": run.output, "expected": outputs[str(prompt)], "report": run.report})
+        running.close()
     session.with_name(session.name + ".out").write_text(json.dumps(answers))
-    running.close()
 
 
 if __name__ == "__main__":
