@@ -40,8 +40,8 @@ table{border-collapse:collapse;font-size:.9rem;width:100%;font-variant-numeric:t
 .6rem; text-align:left;white-space:nowrap;border-bottom:1px solid var(--line)}td.n,th.n{text-align:right}tr.best
 td{background:var(--best);
 font-weight:600}.charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,430px),1fr));gap:.8rem}
-@media(max-width:480px){table{font-size:.8rem}th,td{padding:.2rem .22rem}}.charts
-figure{max-width:560px}figure{margin:0}figure
+@media(max-width:480px){table{font-size:.8rem}th,td{padding:.2rem .22rem}
+.charts th,.charts td{white-space:normal}}.charts figure{max-width:560px}figure{margin:0}figure
 img{width:100%;height:auto;background:#fff;border-radius:4px}figcaption{font-size:.85rem;color:var(--soft)}
 pre{overflow-x:auto;font-size:.8rem;border:1px solid var(--line);padding:.6rem}.bad{color:#c00000;font-weight:600}
 @media(prefers-color-scheme:dark){.bad{color:#ff8080}}
@@ -150,9 +150,9 @@ def _by_length(rows: list[Row]) -> list[str]:
                     draw_line(axes, x, [getattr(row, metric) for row in mine], arm, **look(arm, place))
                 axes.set_xticks(range(len(levels)), levels)
                 axes.set(xlabel="input length (tokens)", ylabel=label)
-                axes.legend(frameon=False, ncols=2)
+                figure.legend(loc="outside lower center", ncols=4, frameon=False)
 
-            pictures.append(_picture(draw, (3.9, 2.9), f"{benchmark[2]}: {label}, with 95% intervals"))
+            pictures.append(_picture(draw, (3.9, 3.2), f"{benchmark[2]}: {label}, with 95% intervals"))
     return [f'<div class="charts">{"".join(pictures)}</div>'] if pictures else []
 
 
@@ -187,12 +187,13 @@ def _positions(runs: Runs) -> list[str]:
             for place, (arm, table) in enumerate(tables.items()):
                 share = 100 * table["accepted"] / table["proposed"].replace(0, np.nan)
                 axes.plot(table.index, share, label=arm, **look(arm, place))
+            axes.set_xticks(range(1, 1 + max(len(table) for table in tables.values())))
             axes.set(xlabel="position in the draft", ylabel="drafts accepted (%)", ylim=(0, 100))
-            axes.legend(frameon=False, ncols=2)
+            figure.legend(loc="outside lower center", ncols=4, frameon=False)
 
         if tables:
             alt = f"{benchmark}: share of rounds in which the draft is accepted up to this position"
-            pictures.append(_picture(draw, (3.9, 2.7), alt))
+            pictures.append(_picture(draw, (3.9, 3.0), alt))
     return [f'<div class="charts">{"".join(pictures)}</div>'] if pictures else []
 
 
