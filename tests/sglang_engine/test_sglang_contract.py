@@ -34,7 +34,7 @@ from harness.engines.sglang import attention, plugin, session, workers
 from harness.engines.sglang.engine import SglangEngine
 from harness.engines.sglang.models import drafters
 from harness.engines.sglang.process import shared_settings
-from harness.engines.sglang.setting import MODEL_PACKAGE, Setting
+from harness.engines.sglang.setting import MODEL_PACKAGE, PLUGIN_GROUP, Setting
 from methods import make_method
 
 
@@ -56,7 +56,7 @@ def test_the_hook_registry_works_as_it_is_used() -> None:
     assert isinstance(hook_registry.HookRegistry._patched, set)
     assert {"REPLACE", "AROUND", "AFTER"} <= set(hook_registry.HookType.__members__)
     assert hook_registry.HookSource._fields == ("plugin_name", "dist_name")
-    assert GENERAL_PLUGINS_GROUP == "sglang.srt.plugins"
+    assert GENERAL_PLUGINS_GROUP == PLUGIN_GROUP
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pkgutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,9 +25,11 @@ from simulated import Simulated, raw_config, save_pair
 
 from harness.drafters import read_config
 from harness.engines.sglang import attention, plugin, session
-from harness.engines.sglang.process import check_capacity, check_report
+from harness.engines.sglang.process import check_capacity, check_report, require_plugin
 from harness.engines.sglang.setting import (
     MODEL_PACKAGE_VARIABLE,
+    PLUGIN,
+    PLUGIN_GROUP,
     VARIABLE,
     VERSION_VARIABLE,
     Setting,
@@ -163,6 +166,24 @@ def test_sglang_itself_lets_neither_pass(tmp_path: Path) -> None:
     bad = run({**FOLD.environment(), VARIABLE: '{"method": "foldd"}'})
     assert bad.returncode == 1 and "on" not in bad.stdout
     assert bad.stderr.strip().splitlines()[-1].startswith("fold-bench: the SGLang plugin cannot run: ")
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (None, "is not installed in this environment"),
+        ("harness.engines.sglang.no_such_module:register", "does not load: ModuleNotFoundError"),
+        ("harness.engines.sglang.plugin:no_such_function", "does not load: AttributeError"),
+    ],
+)
+def test_a_plugin_that_is_not_there_is_noticed_in_every_arm(
+    value: str | None, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = [] if value is None else [metadata.EntryPoint(PLUGIN, value, PLUGIN_GROUP)]
+    require_plugin()  # as installed here
+    monkeypatch.setattr(metadata, "entry_points", lambda group: entries)
+    with pytest.raises(RuntimeError, match=reason):
+        require_plugin()
 
 
 # ---------------------------------------------------------------------------------------- a worker that is set up wrong

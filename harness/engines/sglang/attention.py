@@ -2,6 +2,8 @@
 
 SGLang knows attention backends by name and falls back silently from a name that it does not know, so this one keeps
 FlashAttention's: :func:`backend_factory` stands in ``ATTENTION_BACKENDS["fa3"]`` and returns it for draft runners only.
+
+No GPU has run this: on a CPU its calls go to torch (``tests/sglang_engine``); graphs and kernels have not been seen.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """SGLang as an engine of the harness: one process per arm, in it SGLang's offline engine with its own processes.
 
 Arms differ in nothing but the speculation block and the plugin's setting in the environment: what SGLang resolved its
-settings to is collected from its scheduler in every arm and compared by the harness. It needs a GPU.
+settings to is collected from its scheduler in every arm and compared by the harness. It needs a GPU, and no GPU has run
+it: tests drive it with a scripted SGLang, and SGLang's own argument checks.
 """
 
 from __future__ import annotations

@@ -10,11 +10,12 @@ import json
 import os
 import time
 from collections.abc import Iterable, Mapping
+from importlib import metadata
 from typing import Any
 
 from harness.engines.child import serve
 from harness.engines.sglang.plugin import REPORT
-from harness.engines.sglang.setting import MODEL_PACKAGE, check_version
+from harness.engines.sglang.setting import MODEL_PACKAGE, PLUGIN, PLUGIN_GROUP, check_version
 
 # What a scheduler says of itself that two arms need not share: measurements and identities of one process.
 APART = ("memory_usage", "startup_time", "last_gen_throughput", "avg_spec_accept_length", "step_time_dict",
@@ -31,6 +32,7 @@ class Arm:
         from harness.engines.device import device_uuid, pick_device, pick_dtype
 
         version = check_version()
+        require_plugin()  # in the autoregressive arm too: it should not run for hours before the first method fails
         device = pick_device("cuda")
         dtype = str(pick_dtype(spec["dtype"], device)).removeprefix("torch.")
         self.method: str | None = spec["method"]
@@ -91,6 +93,19 @@ class Arm:
     def _state(self) -> dict[str, Any]:
         (state,) = self.engine.get_server_info()["internal_states"]
         return dict(state)
+
+
+def require_plugin() -> None:
+    """Raise RuntimeError unless SGLang will find the plugin and can load it: it would log that and go on without."""
+    found = [entry for entry in metadata.entry_points(group=PLUGIN_GROUP) if entry.name == PLUGIN]
+    if not found:
+        raise RuntimeError(
+            f"the plugin {PLUGIN} is not installed in this environment: run pip install fold-bench (or -e .) in it"
+        )
+    try:
+        found[0].load()
+    except Exception as error:
+        raise RuntimeError(f"the plugin {PLUGIN} does not load: {type(error).__name__}: {error}") from None
 
 
 def timed(stream: Iterable[Mapping[str, Any]]) -> list[tuple[float, Mapping[str, Any]]]:

@@ -22,7 +22,7 @@ VERSION_VARIABLE = "FOLD_BENCH_SGLANG_VERSION"
 # SGLang puts the models of this package over its own ones (sglang/srt/models/registry.py).
 MODEL_PACKAGE_VARIABLE = "SGLANG_EXTERNAL_MODEL_PACKAGE"
 MODEL_PACKAGE = "harness.engines.sglang.models"
-PLUGIN = "fold_bench"
+PLUGIN, PLUGIN_GROUP = "fold_bench", "sglang.srt.plugins"
 
 
 class SettingError(ValueError):
