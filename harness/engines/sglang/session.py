@@ -81,6 +81,7 @@ class DraftSession:
         self.request: RequestGeometry | None = None
         self.rid = ""
         self.rounds = 0
+        self.commits = torch.zeros(0, dtype=torch.int32)
         self.length = 0  # context entries that a host-driven method was told of
         self.wants_attention = False
 
