@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -143,6 +146,20 @@ def test_best_and_second_best_share_printed_ties(main_sheets: dict[int, Sheet]) 
     latex, markdown = to_latex(main_sheets[2]), to_markdown(main_sheets[2])
     assert r"\textbf{3.40$\times$}" in latex and r"\textit{3.32$\times$}" in latex
     assert "**3.40×**" in markdown and "*3.32×*" in markdown
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("pdflatex") is None, reason="needs texlive-latex-base and texlive-latex-recommended")
+def test_latex_compiles_with_booktabs_alone(main_sheets: dict[int, Sheet], tmp_path: Path) -> None:
+    for sheet in main_sheets.values():
+        named = replace(sheet, caption=sheet.caption + " a_b%&#$~^{}\\<>|")
+        tables = "\\clearpage\n".join(to_latex(named, intervals) for intervals in (False, True))
+        text = rf"\documentclass{{article}}\usepackage{{booktabs}}\begin{{document}}{tables}\end{{document}}"
+        (tmp_path / "table.tex").write_text(text, encoding="utf-8")
+        command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "table.tex"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, errors="replace")
+        assert done.returncode == 0, done.stdout[-1000:]
+        assert "Missing character" not in (tmp_path / "table.log").read_text(errors="replace")
 
 
 def test_latex_is_well_formed(main_sheets: dict[int, Sheet]) -> None:
