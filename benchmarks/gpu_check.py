@@ -555,18 +555,22 @@ def _rounds_of(check: Check, name: str, target: str, until: float) -> None:
     contexts = [64, 200] if check.dry else [c for c in ROUND_CONTEXTS if c <= model.max_positions]
     methods = methods_of(name, check.dry)
     for context in contexts[::-1]:  # long contexts first: a cut then costs the least
-        key = f"{name} ar {context}"
-        if not check.has("rounds", key):
-            pair.pretend(context, room, None)
-            check.add("rounds", key, step_ms=statistics.median(clock(lambda: pair.step(1), check.device, repeats)))
-        for method_name, method in methods.items():
+        for method_name, method in {"ar": None, **methods}.items():
             key = f"{name} {method_name} {context}"
             if check.has("rounds", key):
                 continue
             if check.over("rounds", key, before=until):
                 return
-            drafting = pair.pretend(context, room, method)
-            assert drafting is not None
+            try:
+                drafting = pair.pretend(context, room, method)
+            except torch.OutOfMemoryError:
+                check.left_out.append(f"rounds of {key}: the device's memory does not hold it")
+                pair.close()
+                release()
+                continue
+            if drafting is None:
+                check.add("rounds", key, step_ms=statistics.median(clock(partial(pair.step, 1), check.device, repeats)))
+                continue
             times = clock(partial(pair.round, 1, drafting), check.device, repeats)
             extra = drafting.reader.extra_bytes()
             check.add("rounds", key, round_ms=statistics.median(times), extra_bytes=extra)

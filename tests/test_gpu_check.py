@@ -14,6 +14,7 @@ import yaml
 
 from benchmarks import gpu_check
 from benchmarks.gpu_check import PARTS, Check, main, read_yaml, summary
+from harness.engines.reference.engine import ReferenceEngine
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
@@ -97,6 +98,26 @@ def test_rounds_of_targets_that_are_modules_of_transformers(
     assert {row["key"] for row in check.select("rounds")} == {
         f"{target} {method} {context}" for method in ("ar", "original", "fold", "cmr") for context in (64, 200)
     }
+
+
+def test_a_context_that_does_not_fit_leaves_the_shorter_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend = ReferenceEngine.pretend
+
+    def small(self: ReferenceEngine, length: int, *rest: object) -> object:
+        if length > 100:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 43.00 GiB")
+        return pretend(self, length, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ReferenceEngine, "pretend", small)
+    monkeypatch.setattr(gpu_check, "METHODS", ("original",))
+    check = Check(tmp_path, CPU, 10, dry=True)
+    gpu_check._rounds_of(check, "llama", "llama", until=0)
+    assert [row["key"] for row in check.select("rounds")] == ["llama ar 64", "llama original 64"]
+    assert check.left_out == [
+        f"rounds of llama {method} 200: the device's memory does not hold it" for method in ("ar", "original")
+    ]
 
 
 def test_a_cut_costs_the_result_in_flight_and_no_more(

@@ -434,3 +434,21 @@ def test_a_pass_of_transformers_modules_asks_nothing_of_the_device(rows: int) ->
     alone = target.attention_alone(rows)
     with NothingFromTheHost():
         alone()
+
+
+def test_storage_of_modules_serves_shorter_requests_and_grows_for_longer_ones(tmp_path: Path) -> None:
+    save_target("gemma4", tmp_path)
+    plain, fixed = engines(tmp_path)
+    held = []
+    for length in (60, 20, 60):
+        asked = request(length, 10)
+        assert fixed.decode(asked, None).output_ids == plain.decode(asked, None).output_ids
+        target: Any = fixed._target
+        held.append(target._cache)
+    assert held[0] is held[1] is held[2]
+    target.reserve(target._capacity + 1)
+    assert target._cache is not held[0] and not target._fixed
+    # Storage that was never laid out in full (memory ran out on the way) is not kept.
+    laid = target._cache
+    target.reserve(64)
+    assert target._cache is not laid

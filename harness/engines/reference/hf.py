@@ -102,7 +102,8 @@ class TransformersTarget:
         return step, _WATCH["query"][0]
 
     def reserve(self, capacity: int) -> None:
-        if self._fixed_rows and self._cache is not None and capacity <= self._capacity:
+        kept = self._fixed_rows and self._cache is not None and capacity <= self._capacity
+        if kept and all(layer.is_initialized for layer in self._cache.layers):
             self._set_length(0)  # fixed steps have its addresses
             self._marked, self._fed = 0, []
             return
@@ -184,7 +185,7 @@ class TransformersTarget:
 
     @torch.inference_mode()
     def pretend(self, length: int) -> None:
-        self.forward([0])  # lays out every layer's storage and state
+        self.forward([0], last_only=True)  # lays out every layer's storage and state
         for layer in self._cache.layers:
             if not _recurrent(layer):
                 for which in (0, 1):
