@@ -22,7 +22,7 @@ def fold_bench(run_dir: Path, *more: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "harness.cli", "engine=vllm", "benchmark=demo_code", "benchmark.n=1"]
     command += ["benchmark.levels=[1K]", "benchmark.max_new_tokens=24", "warmup_tokens=4", "drift_requests=1"]
     command += ["engine.threads=1", "engine.kv_cache_gib=0.5", f"run_dir={run_dir}", *more]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800)
 
 
 @pytest.mark.slow

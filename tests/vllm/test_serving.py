@@ -73,7 +73,7 @@ def serve(log: Path, target: Path, speculative: dict[str, Any], method: dict[str
 
 
 def wait_until_up(server: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    deadline = time.time() + 300
+    deadline = time.time() + 600
     while time.time() < deadline:
         assert server.poll() is None, log.read_text(errors="replace")[-3000:]
         with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
@@ -138,7 +138,7 @@ def test_a_mistyped_method_ends_the_server_with_its_reason(
     log = tmp_path / "server.log"
     method = {"method": "flod"}
     with serve(log, demo_target, speculative_config(tmp_path / "drafter", capsys), method) as (server, _):
-        assert server.wait(timeout=300) != 0
+        assert server.wait(timeout=600) != 0
     assert "unknown method 'flod'; choose one of original, window" in log.read_text(errors="replace")
 
 
@@ -153,6 +153,6 @@ def test_a_drafter_too_short_for_the_served_context_is_refused(demo_target: Path
     speculative = {"method": "dflash", "model": str(short), "num_speculative_tokens": 4}
     method = {"method": "fold", "options": {"window": WINDOW}}
     with serve(log, demo_target, speculative, method) as (server, _):
-        assert server.wait(timeout=300) != 0
+        assert server.wait(timeout=600) != 0
     said = log.read_text(errors="replace")
     assert "128" in said and "drafter_copy" in said
