@@ -35,7 +35,7 @@ SESSIONS: dict[str, tuple[str, dict[str, Any], list[dict[str, Any]]]] = {
             # A context that grows out of the window is first read by the near reader alone.
             {"method": "fold", "prompt": CROSSING},
             {"method": "fold", "prompt": LONG},
-            {"method": "fold", "prompt": CROSSING, "kernels": "triton"},
+            {"method": "fold", "prompt": CROSSING, "kernels": "triton", "limit": 5},  # interpreted reads are slow
             *({"method": name, "prompt": LONG} for name in DFLASH),
         ],
     ),
@@ -77,9 +77,9 @@ def test_drafts_equal_the_reference_drafters(name: str, answers: Any) -> None:
     reference = Reference(pair)
     for request, answer in requests:
         method = make_method(request["method"], **request["options"])
-        assert answer["output"] == answer["expected"]
+        assert answer["output"] == answer["expected"][: request["limit"]]
         run = Run(answer["output"], answer["report"])
-        found = reference.compare(method, request["prompt"], LIMIT, run)
+        found = reference.compare(method, request["prompt"], request["limit"], run)
         found.check(tie=0.01)
         assert found.rounds == run.report["rounds"]
         assert run.report["method"] == method.name
