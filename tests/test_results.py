@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
+from analysis.advise import advise
+from analysis.differences import differences, parse_where, to_markdown
+from analysis.load import load
 from analysis.summary import summarise
 
 ROOT = Path(__file__).resolve().parents[1]
+DEMO = ROOT / "results" / "demo"
 
 
 def test_the_committed_summary_and_the_readmes_come_from_the_committed_records() -> None:
@@ -17,3 +22,24 @@ def test_the_committed_summary_and_the_readmes_come_from_the_committed_records()
     readme = (ROOT / "README.md").read_text().splitlines()
     shown = [line for line in readme if line.startswith(("| demo_", "| **demo_"))]
     assert len(shown) > 20 and set(shown) <= rows
+
+
+def test_the_differences_come_from_the_records_and_the_readme_quotes_them() -> None:
+    runs = load(DEMO / "run")
+    where = parse_where(["benchmark=demo_code,demo_docs", "level=4K,7K"])
+    text = to_markdown(runs, "fold", differences(runs, "fold", where))
+    assert (DEMO / "differences.md").read_text() == text
+    readme = (DEMO / "README.md").read_text()
+    quoted = re.findall(r"[+-]\d\.\d\d \[[+-]\d\.\d\d, [+-]\d\.\d\d\]", readme)
+    assert len(quoted) >= 5 and all(f"| {number} |" in text for number in quoted)
+
+
+def test_the_readme_quotes_the_advice() -> None:
+    (advice,) = advise(load(DEMO / "run"))
+    readme = " ".join((DEMO / "README.md").read_text().split())
+    assert advice.sentence().removeprefix("Answer: ").removesuffix(".") in readme
+    for choice in advice.choices:
+        if choice.arm == advice.chosen:
+            assert f"{choice.calibration:.2f}×" in readme and choice.speedup.text(2, "×") in readme
+        elif choice.arm in ("streamingllm", "fold", "rerope"):
+            assert choice.against_chosen.text(3) in readme
