@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# vLLM pins other versions of shared packages, so it has an environment of its own (2.5 GB, for a CPU).
+# vLLM pins other versions of shared packages, so it has an environment of its own (4 GB, for a CPU).
 VENV_VLLM ?= .venv-vllm
 BIN_VLLM := $(VENV_VLLM)/bin
 # So does SGLang, whose own classes are tested on a CPU (3 GB; its engine needs a GPU).
@@ -28,9 +28,9 @@ check: install-dev
 	$(BIN)/mypy
 
 # Needs only torch, Triton and a GPU, which the machine's own Python may have: nothing is installed or fetched.
-# ARGS=--dry-run executes on a CPU what needs no GPU.
+# `make gpu-check --dry-run` executes on a CPU what needs no GPU: + lets the line run although make is told not to.
 gpu-check:
-	@$(PYTHON) -m benchmarks.gpu_check $(ARGS)
+	+@$(PYTHON) -m benchmarks.gpu_check $(if $(findstring n,$(firstword -$(MAKEFLAGS))),--dry-run) $(ARGS)
 
 vllm-env: $(BIN_VLLM)/.installed
 

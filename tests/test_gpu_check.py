@@ -209,3 +209,15 @@ def test_nothing_of_a_gpu_is_claimed_before_one_was_there() -> None:
     folders = [path for path in (ROOT / "results" / "gpu").iterdir() if path.is_dir()]
     said = (ROOT / "results" / "gpu" / "README.md").read_text()
     assert bool(folders) != ("Nothing has been measured yet" in said)
+
+
+@pytest.mark.parametrize(
+    ("option", "says", "code"), [(["--dry-run"], "in it is meaningless", 0), ([], "", 2)], ids=["dry", "real"]
+)
+def test_the_make_target_knows_the_dry_run(option: list[str], says: str, code: int, tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    arguments = [f"PYTHON={sys.executable}", f"ARGS=--parts start --out {tmp_path / 'out'}"]
+    done = subprocess.run(["make", "gpu-check", *option, *arguments], cwd=ROOT, capture_output=True, text=True)
+    assert says in done.stdout and done.returncode == code
+    assert (tmp_path / "out").exists() == (code == 0)
