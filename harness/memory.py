@@ -78,8 +78,9 @@ def reference_bytes(geometry: Any, method: Any, context: int) -> int:
     return FixedReader(method, cache, Executors()).extra_bytes()
 
 
-def paper_pairs() -> Iterator[PairMemory]:
-    """The six pairs of Table 1, from the packaged configuration and the published numbers."""
+def paper_pairs() -> Iterator[PairMemory | str]:
+    """The pairs of conf/drafter that say their shapes (the six of Table 1), with the published numbers; or, in one
+    line, why a pair's shapes are of no use."""
     published = {}
     with files("results.paper").joinpath("text.csv").open(encoding="utf-8") as lines:
         for row in csv.DictReader(lines):
@@ -90,8 +91,12 @@ def paper_pairs() -> Iterator[PairMemory]:
             continue
         drafter = yaml.safe_load(file.read_text(encoding="utf-8"))
         if "architecture" in drafter:
-            target = yaml.safe_load(files("conf").joinpath("target", f"{drafter['target']}.yaml").read_text("utf-8"))
-            yield pair_memory(drafter, target, published.get(_IN_PAPER.get(drafter["target"], "")))
+            try:
+                source = files("conf").joinpath("target", f"{drafter['target']}.yaml").read_text("utf-8")
+                published_gib = published.get(_IN_PAPER.get(drafter["target"], ""))
+                yield pair_memory(drafter, yaml.safe_load(source), published_gib)
+            except (ValueError, KeyError, TypeError, OSError) as error:
+                yield f"{file.name}: {' '.join(str(error).split())}"
 
 
 def memory_lines(chosen: str | None = None) -> list[str]:
@@ -103,6 +108,9 @@ def memory_lines(chosen: str | None = None) -> list[str]:
         head,
     ]
     for pair in paper_pairs():
+        if isinstance(pair, str):
+            lines.append(f"#   {pair}")
+            continue
         paper = "" if pair.paper_gib is None else f"{pair.paper_gib:g} GiB"
         mark = ">" if pair.name == chosen else " "
         lines.append(

@@ -60,7 +60,7 @@ def test_a_serving_engine_holds_unrotated_keys_and_no_more() -> None:
 
 
 def test_the_printed_sizes_are_the_papers_halved() -> None:
-    pairs = {pair.name: pair for pair in paper_pairs()}
+    pairs = {pair.name: pair for pair in paper_pairs() if not isinstance(pair, str)}
     assert {name: pair.paper_gib for name, pair in pairs.items()} == {
         "llama": 2.5, "gemma": 2.5, "gemma_dspark": 2.5, "qwen3": 0.63, "qwen3_dspark": 0.63, "qwen35": 6.0,
     }  # fmt: skip
@@ -69,6 +69,22 @@ def test_the_printed_sizes_are_the_papers_halved() -> None:
         assert pair.side_cache * 2 == pair.paper_side_cache
         assert pair.window < 0.1 * GIB
     assert pairs["llama"].key_bytes == 5 * 8 * 128 * 2
+
+
+def test_shapes_of_no_use_are_told_and_do_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    from harness import memory
+
+    whole = memory.pair_memory
+
+    def broken(drafter: Any, target: Any, paper: float | None) -> Any:
+        if drafter["name"] == "llama":
+            raise ValueError("conf/drafter/llama.yaml: num_hidden_layers is 0,\nexpected at least 1")
+        return whole(drafter, target, paper)
+
+    monkeypatch.setattr(memory, "pair_memory", broken)
+    lines = memory_lines("qwen3")
+    assert "#   llama.yaml: conf/drafter/llama.yaml: num_hidden_layers is 0, expected at least 1" in lines
+    assert any(line.startswith("# > qwen3 ") for line in lines) and len(lines) == 9
 
 
 @pytest.mark.parametrize("option", [["--cfg", "job"], ["-c", "all"], ["--cfg=job"]])
