@@ -126,6 +126,8 @@ class ProcessEngine:
     """Run with ``python -m`` in an arm's process."""
     title: ClassVar[str]
     """The engine's name in messages."""
+    blocks: ClassVar[int] = 1
+    """Draft blocks that must fit behind a request's last token, so that it is drafted for to its end."""
 
     def __init__(self, target: Path, drafter: Path, config: EngineConfig, *, context: int, block: int) -> None:
         self._target, self._source, self._config, self._context = target, drafter, config, context
@@ -151,12 +153,12 @@ class ProcessEngine:
 
     def decode(self, request: Request, method: Any | None) -> Generation:
         """Decode greedily in the arm's process, started first if need be."""
-        needed = len(request.prompt_ids) + request.max_new_tokens + self._drafter.proposals + 1
-        if needed > self._context:
+        room = self.blocks * (self._drafter.proposals + 1)
+        if len(request.prompt_ids) + request.max_new_tokens + room > self._context:
             raise EngineError(
                 f"request {request.id}: {len(request.prompt_ids)} prompt tokens, {request.max_new_tokens} to generate "
-                f"and {self._drafter.proposals + 1} of a block exceed the {self._context} served "
-                "(target.max_context); prepare shorter requests"
+                f"and {room} of draft blocks exceed the {self._context} served (target.max_context); prepare shorter "
+                "requests"
             )
         found = self._ask(
             method,
@@ -210,8 +212,8 @@ class ProcessEngine:
             self._process = ArmProcess(self.module, f"{self.title} ({name})", log, environment, self._explain)
             try:
                 self._process.open(wanted)
-            except BaseException:
-                self._keep_logs = True
+            except BaseException as error:
+                self._keep_logs = self._keep_logs or isinstance(error, EngineError)
                 self._end()
                 raise
             self._running = wanted

@@ -43,6 +43,7 @@ class VllmEngine(ProcessEngine):
 
     module = "harness.engines.vllm.worker"
     title = "vLLM"
+    blocks = 2  # the V1 runner drafts only where the block being verified and the next one both fit
 
     def __init__(
         self, target: Path, drafter: Path, config: EngineConfig, *, context: int, block: int, trace: bool = False
