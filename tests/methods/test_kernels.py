@@ -313,6 +313,24 @@ def test_each_part_has_its_own_strides():
         check([replace(near, values=near.values.contiguous()), far], 3, 1e-5)
 
 
+def test_what_left_the_window_may_hold_anything():
+    """Engines give pages before a sliding window to others; a tile that begins before the window must not see them."""
+    generator = torch.Generator().manual_seed(22)
+    q, k, v = (normal(generator, *s, 16).float() for s in ((3, 2), (60, 1), (60, 1)))
+    clean = call_of(q, k, v, None, generator, length=60, scale=0.3, left=20)
+    spoiled = replace(clean, keys=clean.keys.clone(), values=clean.values.clone())
+    spoiled.keys[:, : 60 - 3 - 20] = spoiled.values[:, : 60 - 3 - 20] = torch.nan
+    read = SplitRead(64, splits=1, tile=SMALL)
+    for ours, theirs in zip(read.fused([spoiled]), read.fused([clean]), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_keys_and_values_without_pages_have_their_own_strides():
+    generator = torch.Generator().manual_seed(23)
+    q, k, v = (normal(generator, *s).float() for s in ((3, 2, 16), (30, 2, 16), (30, 2, 32)))
+    check([call_of(q, k, v, None, generator, length=30, scale=0.3, right=0)], 1, 1e-5)
+
+
 def test_large_logits_do_not_overflow():
     generator = torch.Generator().manual_seed(12)
     q, k, v = (normal(generator, *s, 16).float() for s in ((2, 2), (40, 1), (40, 1)))
@@ -330,7 +348,8 @@ def test_split_read_in_each_dtype(dtype, most):
     q, k, v = (normal(generator, *s, 64).to(dtype) for s in ((7, 8), (90, 2), (90, 2)))
     near = call_of(q, k, v, 16, generator, length=90, scale=0.125, left=30)
     far = call_of(q, k, v, 16, generator, length=90, scale=0.125, shift=-24, right=0, sharpen=2.0)
-    check([near, far], 8, most)
+    for splits in (1, 8):  # several tiles a program, and one
+        check([near, far], splits, most)
 
 
 @pytest.mark.parametrize("width", [16, 64, 128, 256, 512])
