@@ -203,6 +203,9 @@ def _build(path: Path, recipe: dict[str, Any], job: Job, on_request: Callable[[R
                 f"{job.config.name}: no row of its data is used; {', '.join(str(file.path) for file in job.files)} "
                 "holds none, or none of the tasks and levels asked for; fetch the data again or correct benchmark="
             )
+        if unknown := sorted(set(job.config.tasks) - job.counts.as_dict().keys()):
+            has = ", ".join(job.counts.as_dict())
+            raise PrepError(f"benchmark.tasks: {job.config.name} has no row of {', '.join(unknown)}, only {has}")
         if not job.counts.kept:
             why = "; ".join(f"{task}: {rules['excluded']}" for task, rules in job.counts.as_dict().items())
             raise NoExamples(f"{job.config.name}: no example is left for {job.target.name} ({why or 'no rows'})")
@@ -221,6 +224,10 @@ def _requests(job: Job) -> Iterator[Request]:
     excluded = read_exclude_list(config.exclude)
     prompts = LOADERS[config.loader](job)
     while batch := list(islice(prompts, _BATCH)):
+        # Some loaders have one task and do not look at what is asked for.
+        if foreign := {prompt.task for prompt in batch} - set(config.tasks):
+            asked = ",".join(config.tasks)
+            raise PrepError(f"benchmark.tasks=[{asked}]: {config.name} has {', '.join(sorted(foreign))}")
         for prompt, ids in zip(batch, _encode(batch, job), strict=True):
             if prompt.id in excluded or prompt.meta.get("source_id") in excluded:
                 counts.exclude(prompt.task, "exclude list")

@@ -13,6 +13,7 @@ from data_prep.demo import benchmarks as demo
 from data_prep.infinitebench import generated_kv
 from data_prep.prepare import prepare, prepare_demo
 from data_prep.select import PrepError
+from data_prep.tokens import TargetSpec
 from harness.requests import load_manifest, manifest_path, read_requests, required_context
 
 LENGTH = {"1K": 1024, "2K": 2048, "4K": 4096, "7K": 7168}
@@ -49,6 +50,21 @@ def test_a_larger_n_keeps_the_smaller_ones_examples(tokenizer, tmp_path: Path) -
     few = {r.id for r in read_requests(prepare_demo("demo_code", tokenizer, "tiny", tmp_path, n=2))}
     many = {r.id for r in read_requests(prepare_demo("demo_code", tokenizer, "tiny", tmp_path, n=6))}
     assert few < many and len(many) == 24
+
+
+@pytest.mark.parametrize(
+    ("tasks", "message"),
+    [
+        (["foo"], r"benchmark.tasks=\[foo\]: demo_code has demo_code"),
+        ([], r"benchmark.tasks=\[\]: demo_code has demo_code"),
+        (["demo_code", "foo"], "demo_code has no row of foo, only demo_code"),
+    ],
+)
+def test_a_task_that_is_none_is_one_line(tasks: list[str], message: str, tokenizer, tmp_path: Path) -> None:
+    config = BenchmarkConfig("demo_code", loader="demo", tasks=tasks, max_new_tokens=8, chat=False, n=1, levels=["1K"])
+    with pytest.raises(PrepError, match=message):
+        prepare(config, tokenizer, TargetSpec("demo", 8192, (0,)), tmp_path)
+    assert not list(tmp_path.glob("*/*.zst"))
 
 
 def test_a_valid_file_is_reused_and_a_changed_one_rebuilt(tokenizer, tmp_path: Path) -> None:
