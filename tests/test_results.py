@@ -9,6 +9,7 @@ from analysis.advise import advise
 from analysis.differences import differences, parse_where, to_markdown
 from analysis.load import load
 from analysis.summary import summarise
+from harness.diagnostics.decomposition import decomposition_page
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "results" / "demo"
@@ -32,6 +33,16 @@ def test_the_differences_come_from_the_records_and_the_readme_quotes_them() -> N
     readme = (DEMO / "README.md").read_text()
     quoted = re.findall(r"[+-]\d\.\d\d \[[+-]\d\.\d\d, [+-]\d\.\d\d\]", readme)
     assert len(quoted) >= 5 and all(f"| {number} |" in text for number in quoted)
+
+
+def test_the_decomposition_comes_from_the_records_and_the_readme_quotes_it() -> None:
+    page = decomposition_page(load([DEMO / "run", DEMO / "alpha4"]))
+    text, readme = (DEMO / "diagnose" / "decomposition.md").read_text(), (DEMO / "README.md").read_text()
+    assert len(page.findings) == 3 and all(f"- {finding}" in text for finding in page.findings)
+    for change in ("original → window", "window → fold"):
+        (found,) = re.findall(rf"{change} ([^;\]]*\])", " ".join(page.findings))
+        assert found in readme
+    assert "0.998 [0.991, 1.004]" in readme and "0.998 [0.991, 1.004]" in page.findings[2]
 
 
 def test_the_readme_quotes_the_advice() -> None:
