@@ -45,6 +45,9 @@ def save_pair(
     config = parse_config(drafter)
     _save_target(target, folder / "target", getattr(torch, dtype))
     tensors = {name: tensor.to(getattr(torch, dtype)) for name, tensor in random_tensors(config, 1).items()}
+    if "embed_tokens.weight" in tensors:
+        # Else Gemma's scale would make the token itself all that counts, whatever a layer reads.
+        tensors["embed_tokens.weight"] /= 2 * config.embed_scale
     save_drafter(folder / "drafter", config, tensors)
     copy_drafter(folder / "drafter", folder / "served", context=context, runner_v2=runner_v2)
     config = read_config(folder / "drafter")

@@ -142,17 +142,20 @@ class Running:
 
 
 class Guide:
-    """Drafts that are right up to a random slot, 0 to K, and wrong there."""
+    """Drafts that are right up to a slot, and wrong there: every slot from 0 to K once before any comes again."""
 
     def __init__(self, sequence: list[int], seed: int):
         """``sequence``: prompt and the continuation the target will take."""
         self.sequence, self.random = sequence, random.Random(seed)
+        self.left: list[int] = []
 
     def __call__(self, drafts: torch.Tensor, context: int) -> torch.Tensor:
         count = drafts.shape[1]
         right = self.sequence[context + 1 : context + 1 + count]
         right += [0] * (count - len(right))
-        keep = self.random.randint(0, count)
+        if not self.left:
+            self.left = self.random.sample(range(count + 1), count + 1)
+        keep = self.left.pop()
         wrong = [(token + 1) % VOCAB for token in right[keep:]]
         return torch.tensor([right[:keep] + wrong], dtype=drafts.dtype)
 

@@ -85,11 +85,13 @@ class _Planned:
             raw = torch.stack([module.k_norm(keys[index]) for index, module in enumerate(modules)])
         else:
             raw = inner._normalize_context_k(keys)  # [L, n, Hkv, d]
-        turned = torch.empty_like(raw)
-        for rotary in dict.fromkeys(reads.rotaries):
-            chosen = [index for index in range(layers) if reads.rotaries[index] is rotary]
-            flat = raw[chosen].reshape(len(chosen) * count, -1)
-            turned[chosen] = rotary(context_positions.repeat(len(chosen)), flat)[0].view(len(chosen), *raw.shape[1:])
+        if len({id(rotary) for rotary in reads.rotaries}) == 1:  # one launch for all layers
+            flat = raw.reshape(layers * count, -1).clone()
+            turned = reads.rotaries[0](context_positions.repeat(layers), flat)[0].view(raw.shape)
+        else:
+            flats = [keys_of_layer.reshape(count, -1).clone() for keys_of_layer in raw]
+            pairs = zip(reads.rotaries, flats, strict=True)
+            turned = torch.stack([rotary(context_positions, flat)[0] for rotary, flat in pairs]).view(raw.shape)
         if context_slot_mapping is None:
             return
         slots = (
