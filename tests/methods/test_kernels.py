@@ -279,6 +279,17 @@ def test_a_sharpened_call_alone_has_the_mass_of_its_root():
     q, k, v = (normal(generator, *s, 16).float() for s in ((2, 2), (30, 1), (30, 1)))
     for splits in (1, 8):
         check([call_of(q, k, v, 16, generator, length=30, scale=0.3, sharpen=3.0)], splits, 1e-5)
+    both = [call_of(q, k, v, 16, generator, length=30, scale=0.3, sharpen=alpha) for alpha in (3.0, 1.5)]
+    check(both, 2, 1e-5)
+
+
+def test_a_read_of_nothing_is_zero_without_mass():
+    generator = torch.Generator().manual_seed(24)
+    q, k = normal(generator, 2, 2, 16).float(), normal(generator, 4, 1, 16).float()
+    empty = call_of(q, k, k, 16, generator, length=0, scale=0.3)
+    for calls, splits in (([empty], 1), ([empty], 3), ([empty, replace(empty, sharpen=2.0)], 3)):
+        out, mass = check(calls, splits, 1e-5)
+        assert not out.any() and (mass == -math.inf).all()
 
 
 def test_lengths_are_shifted_and_capped_on_the_device():
