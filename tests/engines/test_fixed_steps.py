@@ -11,7 +11,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from harness.drafters import Drafter, parse_config, random_drafter, tensor_shapes
 from harness.engines.base import EngineError, Generation
+from harness.engines.reference import fixed as fixed_module
 from harness.engines.reference.dense import DenseTarget
 from harness.engines.reference.engine import ReferenceEngine
 from harness.engines.reference.fixed import (
@@ -452,3 +453,93 @@ def test_storage_of_modules_serves_shorter_requests_and_grows_for_longer_ones(tm
     laid = target._cache
     target.reserve(64)
     assert target._cache is not laid
+
+
+class Recorded(Fixed[Any]):
+    """What a CUDA graph is, on a CPU: the operations of the first call, done again on the same tensors by every later
+    one. Python does not run again, so that a number it had baked in would stay what it was."""
+
+    made: ClassVar[list[Recorded]] = []
+
+    def __init__(self, step: Any, device: torch.device) -> None:
+        super().__init__(step, device)
+        self.operations: list[tuple[Any, Any, Any, Any]] = []
+        self.result: Any = None
+        self.replays = 0
+        Recorded.made.append(self)
+
+    @torch.inference_mode()
+    def capture(self) -> bool:
+        if self.operations:
+            return False
+        self._step()  # a warm-up
+        recorder = Recorder(self.operations)
+        with recorder:
+            self.result = self._step()
+        return True
+
+    @torch.inference_mode()
+    def __call__(self) -> Any:
+        self.capture()
+        self.replays += 1
+        for operation, args, kwargs, before in self.operations:
+            now = operation(*args, **kwargs)
+            for old, new in zip(tree_leaves(before), tree_leaves(now), strict=True):
+                if isinstance(old, torch.Tensor) and old.untyped_storage()._cdata != new.untyped_storage()._cdata:
+                    old.copy_(new)
+        return self.result
+
+
+class Recorder(TorchDispatchMode):
+    """Keeps every operation with the very tensors it took and gave."""
+
+    def __init__(self, operations: list[tuple[Any, Any, Any, Any]]) -> None:
+        super().__init__()
+        self.operations = operations
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert "local_scalar" not in str(func) and "nonzero" not in str(func), f"{func} reads a value"
+        out = func(*args, **(kwargs or {}))
+        self.operations.append((func, args, kwargs or {}, out))
+        return out
+
+
+def masked_attend(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, table: torch.Tensor | None, length: torch.Tensor,
+    *, left: int | None, right: int | None, scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The definition of a paged call over all keys there are, with no look at the length."""
+    k, v = (x[0] if table is None else x[table.long()].flatten(0, 1) for x in (keys, values))
+    rows, group = q.shape[0], q.shape[1] // k.shape[1]
+    place, diagonal = torch.arange(len(k)), length - rows + torch.arange(rows)[:, None]
+    hidden = (place >= length).expand(rows, -1)
+    hidden = hidden | (place < diagonal - left) if left is not None else hidden
+    hidden = hidden | (place > diagonal + right) if right is not None else hidden
+    logits = torch.einsum("rhd,nhd->rhn", q, k.repeat_interleave(group, 1)) * scale
+    logits = logits.masked_fill(hidden[:, None], -torch.inf)
+    lse = torch.logsumexp(logits, -1)
+    weights = torch.exp(logits - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
+    return torch.einsum("rhn,nhd->rhd", weights, v.repeat_interleave(group, 1)), lse
+
+
+@pytest.mark.parametrize(("architecture", "names"), [("llama", FIXED), ("gemma4", ["fold"])])
+def test_steps_that_are_recorded_once_serve_every_round_and_request(
+    architecture: str, names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_target(architecture, tmp_path)
+    monkeypatch.setattr(fixed_module, "Fixed", Recorded)
+    Recorded.made.clear()
+    plain, recorded = engines(tmp_path, executors=Executors(attend=masked_attend))
+    for name in names:
+        options = OPTIONS[name] | ({"window": 40} if name == "fold" else {})  # within and beyond it, in one request
+        method = make_method(name, **options)
+        for seed, length, limit in ((0, 90, 6), (1, 25, 30)):  # YaRN's factor differs between them
+            asked = request(length, limit, seed=seed)
+            want, got = plain.decode(asked, method), recorded.decode(asked, method)
+            assert (got.output_ids, got.commits) == (want.output_ids, want.commits), (name, length)
+            assert got.activity["far_entries_read"] == want.activity["far_entries_read"], (name, length)
+            assert recorded.decode(asked, None).output_ids == want.output_ids
+    steps = [step for step in Recorded.made if step.replays]
+    # verification, AR step; for each method draft and commit; FOLD's window-only draft
+    assert len(steps) == 2 + 2 * len(names) + 1
+    assert sum(step.replays for step in steps) > 3 * len(steps)

@@ -72,10 +72,11 @@ class Fixed(Generic[T]):
         self._result: T | None = None
 
     @torch.inference_mode()
-    def capture(self) -> None:
-        """On a GPU, capture the step if it is not yet. The step runs a few times with what its buffers hold."""
+    def capture(self) -> bool:
+        """On a GPU, capture the step if it is not yet; returns whether that was done now. The step then ran a few times
+        with what its buffers hold."""
         if self._device.type != "cuda" or self._graph is not None:
-            return
+            return False
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
@@ -88,6 +89,7 @@ class Fixed(Generic[T]):
         with torch.cuda.graph(graph, pool=Fixed._pool):
             self._result = self._step()
         self._graph = graph
+        return True
 
     @torch.inference_mode()
     def __call__(self) -> T:
@@ -416,16 +418,13 @@ class FixedDrafting:
         reader = self.reader
         reader.begin(request)
         reader.prepare()
-        last = request.prompt + request.limit
-        if self.anchor.device.type == "cuda":
-            self._commit.capture()
-            for short, step in self._draft.items():
-                bound = reader.far_from
-                needed = bound is not None and request.prompt < bound if short else bound is None or last >= bound
-                if needed:
-                    reader.active = reader.near if short else reader.paged
-                    step.capture()
-            reader.begin(request)  # the warm-up runs were counted
+        captured, bound, last = self._commit.capture(), reader.far_from, request.prompt + request.limit
+        for short, step in self._draft.items():
+            if (bound is not None and request.prompt < bound) if short else (bound is None or last >= bound):
+                reader.active = reader.near if short else reader.paged
+                captured |= step.capture()
+        if captured:
+            reader.begin(request)  # those runs were counted
             reader.prepare()
 
     def draft(self, anchor: int) -> list[int]:
