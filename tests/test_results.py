@@ -5,11 +5,15 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pandas as pd
+
 from analysis.advise import advise
 from analysis.differences import differences, parse_where, to_markdown
 from analysis.load import load
 from analysis.summary import summarise
 from harness.diagnostics.decomposition import decomposition_page
+from harness.diagnostics.report import PAGES
+from methods import METHODS
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "results" / "demo"
@@ -43,6 +47,18 @@ def test_the_decomposition_comes_from_the_records_and_the_readme_quotes_it() -> 
         (found,) = re.findall(rf"{change} ([^;\]]*\])", " ".join(page.findings))
         assert found in readme
     assert "0.998 [0.991, 1.004]" in readme and "0.998 [0.991, 1.004]" in page.findings[2]
+
+
+def test_the_readme_quotes_the_offline_acceptance() -> None:
+    rows = pd.read_csv(DEMO / "diagnose" / "acceptance.csv", dtype={"level": str})
+    page = PAGES["acceptance"](rows)
+    text, readme = (DEMO / "diagnose" / "acceptance.md").read_text(), (DEMO / "README.md").read_text()
+    assert all(f"- {finding}" in text for finding in page.findings)
+    changes = {}
+    for sentence in page.findings:
+        if "from original" in sentence:
+            changes |= dict(re.findall(r"(\w+) ([+-]\d\.\d{3} \[[+-]\d\.\d{3}, [+-]\d\.\d{3}\])", sentence))
+    assert set(changes) == {*METHODS} - {"original"} and all(change in readme for change in changes.values())
 
 
 def test_the_readme_quotes_the_advice() -> None:
