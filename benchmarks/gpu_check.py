@@ -43,7 +43,11 @@ from typing import TYPE_CHECKING, Any
 if "--dry-run" in sys.argv:  # before Triton is imported anywhere
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-import torch
+try:
+    import torch
+except ImportError:
+    print("gpu-check: this Python has no torch; name one that has: make gpu-check PYTHON=...", file=sys.stderr)
+    raise SystemExit(2) from None
 
 if TYPE_CHECKING:
     from harness.drafters import DrafterConfig

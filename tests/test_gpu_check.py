@@ -57,6 +57,12 @@ def test_a_machine_without_a_gpu_gets_one_line(capsys: pytest.CaptureFixture[str
     assert not (tmp_path / "out").exists()
 
 
+def test_a_python_without_torch_gets_one_line() -> None:
+    absent = "import sys; sys.modules['torch'] = None; import benchmarks.gpu_check"
+    done = subprocess.run([sys.executable, "-c", absent], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "this Python has no torch" in done.stderr
+
+
 def test_an_unknown_part_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main(["--dry-run", "--parts", "kernel"])
