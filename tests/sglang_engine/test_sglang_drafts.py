@@ -224,9 +224,13 @@ def test_yarn_is_refused_where_it_scales_some_layers_only(tmp_path: Path, monkey
 def test_yarn_leaves_the_targets_rotary_table_and_the_next_request_alone(
     pairs: dict[str, Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sglang.srt.layers.rotary_embedding import get_rope
+    from sglang.srt.models.dflash import DFlashDraftModel
+    from sglang.srt.utils.hf_transformers_utils import get_config
 
-    shared = get_rope(16, rotary_dim=16, max_position=512, base=10000.0, rope_scaling=None, is_neox_style=True)
+    # SGLang's own model gets what a target of equal settings would: the one object of these settings.
+    plain_model = DFlashDraftModel(get_config(str(pairs["dflash"].folder), trust_remote_code=False))
+    shared = plain_model.layers[0].self_attn.rotary_emb
+    assert shared is DFlashDraftModel(plain_model.config).layers[1].self_attn.rotary_emb
     before = shared.cos_sin_cache.clone()
     engine = open_engine(pairs["dflash"], "yarn", monkeypatch, reference=256)
     own = engine.worker.draft_model.layers[0].self_attn.rotary_emb
