@@ -23,10 +23,12 @@ if TYPE_CHECKING:
 class Comparison:
     """rounds: drafted by vLLM. wrong: those that differ from the reference, as (context, vLLM's drafts, the
     reference's, gap): how much smaller the reference's logit of the first differing token is than its largest.
-    accepted: drafts accepted in each round, without the last one.
+    accepted: drafts accepted in each round, without the last one. beyond: rounds whose context runs past the output,
+    which nobody can follow (the last round may commit more than was asked for).
     """
 
     rounds: int = 0
+    beyond: int = 0
     wrong: list[tuple[int, list[int], list[int], float]] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
 
@@ -120,6 +122,9 @@ class Reference:
             if index + 1 == len(drafts):
                 break
             end = drafts[index + 1]["context"]
+            if end > len(sequence):
+                found.beyond = len(drafts) - index - 1
+                break
             found.accepted.append(end - length - 1)
             wants = reader.wants_target_attention()
             context.append(*drafter.context_kv(states.features(length, end)))

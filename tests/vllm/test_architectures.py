@@ -61,7 +61,7 @@ def test_drafts_equal_the_reference_drafters(
         half = running.pair.dtype == "bfloat16"
         found = reference.compare(method, ids, LIMIT, run, running.states if half else None)
         found.check(tie=TIE[running.pair.dtype], most=0.5 if half else 0.1)
-        assert found.rounds == run.report["rounds"]
+        assert found.rounds + found.beyond == run.report["rounds"]
 
 
 def test_another_methods_drafts_are_told_apart(opened: tuple[Running, Reference, list[list[int]]]) -> None:

@@ -94,6 +94,6 @@ def test_drafts_equal_the_reference_drafters(
         shared = States(lambda start, end, all_=features: all_[start:end], lambda length: torch.empty(0))
         found = reference.compare(method, ids, LIMIT, run, None if name == "cmr" else shared)
         found.check(tie=1e-3)
-        assert found.rounds == run.report["rounds"]
+        assert found.rounds + found.beyond == run.report["rounds"]
         accepted += found.accepted
     assert 0 in accepted and max(accepted) > 0

@@ -78,8 +78,8 @@ def test_drafts_equal_the_reference_drafters(name: str, answers: Any) -> None:
     for request, answer in requests:
         method = make_method(request["method"], **request["options"])
         assert answer["output"] == answer["expected"][: request["limit"]]
-        run = Run(answer["output"], answer["report"])
+        run = Run(answer["expected"], answer["report"])  # the last round may commit more than was asked for
         found = reference.compare(method, request["prompt"], request["limit"], run)
         found.check(tie=0.01)
-        assert found.rounds == run.report["rounds"]
+        assert found.rounds + found.beyond == run.report["rounds"]
         assert run.report["method"] == method.name
