@@ -318,7 +318,8 @@ from tests.engines.tiny import request
 plain, _ = engines(Path(sys.argv[1]), torch.float32)
 _, fixed = engines(Path(sys.argv[1]), torch.float32, executors=triton_executors(512))
 asked = request(40, 4)
-for name, options in (("fold", {"window": 16}), ("streamingllm", {"sinks": 2, "recent": 14})):
+chosen = {"window": 16, "block": 4, "initial": 3, "topk": 2, "representative": 2}
+for name, options in (("fold", {"window": 16}), ("streamingllm", {"sinks": 2, "recent": 14}), ("infllm", chosen)):
     method = make_method(name, **options)
     want, got = plain.decode(asked, method), fixed.decode(asked, method)
     assert (got.output_ids, got.commits) == (want.output_ids, want.commits), name
