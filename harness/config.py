@@ -460,8 +460,8 @@ def _check_version(engine: EngineConfig) -> None:
     found, tested = installed_version(engine.name), TESTED[engine.name]
     if found is None:
         raise UserError(
-            f"engine {engine.name} is not installed: pip install 'fold-bench[{engine.name}]' in a virtual environment "
-            "of its own, or use engine=reference"
+            f"engine {engine.name} is not installed: pip install -e '.[{engine.name}]' in the checkout, with a virtual "
+            "environment of its own, or use engine=reference"
         )
     if found not in (tested, engine.allow_version):
         raise UserError(

@@ -231,7 +231,7 @@ def test_a_missing_engine_says_what_to_install(
 ) -> None:
     monkeypatch.setattr("harness.engines.installed_version", lambda engine: None)
     assert main([*pair, f"engine={name}"]) == 2
-    assert f"pip install 'fold-bench[{name}]'" in (said := one_line(capsys)) and "engine=reference" in said
+    assert f"pip install -e '.[{name}]'" in (said := one_line(capsys)) and "engine=reference" in said
 
 
 @pytest.mark.parametrize(("name", "tested"), [("vllm", "0.28.0"), ("sglang", "0.5.18")])

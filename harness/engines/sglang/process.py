@@ -100,7 +100,7 @@ def require_plugin() -> None:
     found = [entry for entry in metadata.entry_points(group=PLUGIN_GROUP) if entry.name == PLUGIN]
     if not found:
         raise RuntimeError(
-            f"the plugin {PLUGIN} is not installed in this environment: run pip install fold-bench (or -e .) in it"
+            f"the plugin {PLUGIN} is not installed in this environment: run pip install --no-deps -e . with it"
         )
     try:
         found[0].load()

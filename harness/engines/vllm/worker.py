@@ -297,7 +297,7 @@ def _require_plugin() -> None:
     found = [entry for entry in entry_points(group="vllm.general_plugins") if entry.name == "fold_bench"]
     if not found:
         raise RuntimeError(
-            "the plugin fold_bench is not installed in this environment: run pip install fold-bench (or -e .) in it"
+            "the plugin fold_bench is not installed in this environment: run pip install --no-deps -e . with it"
         )
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and "fold_bench" not in allowed.split(","):
