@@ -286,8 +286,9 @@ def _preallocated(layer: Any, capacity: int) -> Any:
     class Preallocated(DynamicLayer):
         def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
             self.device, self.dtype = key_states.device, key_states.dtype
+            # Finite: a fixed pass may weigh what lies behind the held positions by 0, and 0 times NaN is NaN.
             self._blocks = [
-                state.new_empty(*state.shape[:2], capacity, state.shape[3]) for state in (key_states, value_states)
+                state.new_zeros(*state.shape[:2], capacity, state.shape[3]) for state in (key_states, value_states)
             ]
             self._held = 0
             self.is_initialized = True
