@@ -17,7 +17,8 @@ where that is missing, and their drafters timed alone. The parts, in order:
 Each result is printed and appended to ``check.jsonl`` (flushed and synced) as soon as it is there, and a part that
 fails says why in one line and lets the next one run. The same command again measures what is missing. ``--dry-run``
 executes on a CPU, at toy sizes and with Triton's interpreter, every path that needs no GPU; its times mean nothing and
-are written to a temporary folder. Exit code 0: all parts did what they should; 1: one failed; 2: no GPU, or a mistake.
+are written to a temporary folder. Exit code 0: all parts did what they should; 1: one failed; 2: no GPU, or a mistake;
+130: interrupted.
 """
 
 from __future__ import annotations
@@ -86,24 +87,31 @@ class Check:
         self.left_out: list[str] = []
         out.mkdir(parents=True, exist_ok=True)
         self._path = out / "check.jsonl"
-        self.rows = self._earlier(code()["sha256"])
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        same = {"code": code()["sha256"], "device": name}
+        self.rows = self._earlier(same)
         self._file = self._path.open("a", encoding="utf-8")
         fingerprint = machine()
         (out / "fingerprint.json").write_text(json.dumps(fingerprint, indent=1, default=str) + "\n")
-        self.add("start", "machine", code=code()["sha256"], commit=code()["commit"], torch=torch.__version__)
+        self.add("start", "machine", **same, commit=code()["commit"], torch=torch.__version__)
 
-    def _earlier(self, code: str) -> list[dict[str, Any]]:
-        """Rows of earlier starts of the same code; an unfinished last line is dropped."""
+    def _earlier(self, same: dict[str, str]) -> list[dict[str, Any]]:
+        """Rows of earlier starts of the same code on the same device, dry runs apart; an unfinished last line is
+        dropped. Raises ValueError for a file that is not one of ours."""
         with suppress(FileNotFoundError):
             content = self._path.read_bytes()
             keep = content.rfind(b"\n") + 1
             if keep < len(content):
                 self._path.write_bytes(content[:keep])
-            rows = [json.loads(line) for line in content[:keep].splitlines()]
-            current, found = None, []
-            for row in rows:
-                current = row["code"] if row["part"] == "start" and "code" in row else current
-                if current == code and "error" not in row:
+            current, found = False, []
+            for number, line in enumerate(content[:keep].splitlines(), 1):
+                try:
+                    row = json.loads(line)
+                    if (row["part"], row["key"]) == ("start", "machine"):
+                        current = all(row.get(name) == value for name, value in same.items())
+                except (ValueError, KeyError, TypeError):
+                    raise ValueError(f"{self._path}:{number} is no result; move the file away") from None
+                if current and "error" not in row and row.get("dry_run", False) == self.dry:
                     found.append(row)
             return found
         return []
@@ -600,7 +608,9 @@ def latency(check: Check) -> None:
         ]
         shares = {part.part: part.ms for part in parts}
         check.add("latency", f"{first.step} {first.method} {first.context}", **shares, rows=rows)
-        every = [row for entry in check.select("latency") for row in entry["rows"]]
+        # A context that an earlier start was cut in is measured from its beginning again.
+        newest = {entry["key"]: entry for entry in check.select("latency")}
+        every = [row for entry in newest.values() for row in entry["rows"]]
         with (check.out / "latency.csv").open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, list(every[0]))
             writer.writeheader()
@@ -660,9 +670,10 @@ def _bar_reads(check: Check) -> list[str]:
         return [f"- Far read at {HOLDS_READ:.0%} of the copy from {HOLDS_FROM // 1024}K on: not measured"]
     worst = min(long, key=lambda row: row["of_copy"])
     holds = "holds" if worst["of_copy"] >= HOLDS_READ else "does NOT hold"
+    count = len(TARGETS) * sum(context >= HOLDS_FROM for context in READ_CONTEXTS)
     return [
         f"- FOLD's read at {HOLDS_READ:.0%} of the copy from {HOLDS_FROM // 1024}K on: {holds} "
-        f"(least {worst['of_copy']:.1%}, {worst['key']})"
+        f"(least {worst['of_copy']:.1%}, {worst['key']}; {len(long)} of {count} reads measured)"
     ]
 
 
@@ -724,11 +735,19 @@ def parts_of(text: str) -> Iterator[str]:
     return (part for part in PARTS if part in asked or part == "start")
 
 
+def minutes_of(text: str) -> float:
+    """A positive number of minutes."""
+    with suppress(ValueError):
+        if 0 < (value := float(text)) < math.inf:
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the check; see the module."""
     parser = argparse.ArgumentParser("gpu-check", description="What only a GPU can show, in ten minutes.")
     parser.add_argument("--out", type=Path, help="where to write (default: results/gpu/<device>)")
-    parser.add_argument("--minutes", type=float, default=10.0, help="all parts together (default: %(default)s)")
+    parser.add_argument("--minutes", type=minutes_of, default=10.0, help="all parts together (default: %(default)s)")
     parser.add_argument("--parts", type=parts_of, default=iter(PARTS), help=f"of {','.join(PARTS)} (default: all)")
     parser.add_argument("--dry-run", action="store_true", help="toy sizes on the CPU; times mean nothing")
     given = parser.parse_args(arguments)
@@ -742,7 +761,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     elif out is None:
         name = torch.cuda.get_device_name(device).lower().replace(" ", "-")
         out = ROOT / "results" / "gpu" / name
-    check = Check(out, device, given.minutes, given.dry_run)
+    try:
+        check = Check(out, device, given.minutes, given.dry_run)
+    except OSError as error:
+        print(f"gpu-check: {out} cannot be written ({error.strerror}); give another folder: --out", file=sys.stderr)
+        return 2
+    except ValueError as error:
+        print(f"gpu-check: {error}", file=sys.stderr)
+        return 2
     for part in given.parts:
         check.begin(part)
         try:
@@ -751,7 +777,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             check.fail(part, "all", f"{type(error).__name__}: {error}")
             if part == "start":
                 break
-        (out / "summary.md").write_text("\n".join(summary(check)), encoding="utf-8")
+        except KeyboardInterrupt:
+            print(f"gpu-check: interrupted in {part}; the same command measures what is missing", file=sys.stderr)
+            return 130
+        finally:
+            (out / "summary.md").write_text("\n".join(summary(check)), encoding="utf-8")
         release()
     print("\n".join(summary(check)))
     print(f"written: {out}")

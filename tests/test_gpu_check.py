@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,8 @@ import yaml
 
 from benchmarks import gpu_check
 from benchmarks.gpu_check import PARTS, Check, main, read_yaml, summary
+from harness.diagnostics import latency as latency_module
+from harness.diagnostics.latency import Part
 from harness.engines.reference.engine import ReferenceEngine
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -155,6 +159,82 @@ def test_results_of_other_code_are_measured_again(tmp_path: Path) -> None:
     assert not Check(tmp_path, CPU, 10, dry=True).has("reads", "llama fold 64")
 
 
+def test_a_dry_run_or_another_device_measures_nothing_for_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dry = Check(tmp_path, CPU, 10, dry=True)
+    dry.add("start", "copy", bytes_per_s=1e9)
+    dry.add("engine", "fold float32", equal=True)
+    assert Check(tmp_path, CPU, 10, dry=True).has("start", "copy")
+    first = Check(tmp_path, CPU, 10, dry=False)
+    assert not first.has("start", "copy") and not first.has("engine", "fold float32")
+    first.add("start", "copy", bytes_per_s=4e12)
+    assert Check(tmp_path, CPU, 10, dry=False).bandwidth == 4e12
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "another")
+    assert not Check(tmp_path, torch.device("cuda", 0), 10, dry=False).has("start", "copy")
+
+
+def test_a_context_measured_again_is_in_latency_csv_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def parts(engine: object, contexts: list[int], *rest: object, **named: object) -> Iterator[list[Part]]:
+        for context in contexts:
+            for step, method in (("AR", "ar"), ("SD", "original"), ("SD", "fold")):
+                yield [Part(context, step, method, "target attention", 2.0, 1.0, 0.5)]
+
+    monkeypatch.setattr(gpu_check, "full_engine", lambda *arguments: None)
+    monkeypatch.setattr(latency_module, "measure", parts)
+    check = Check(tmp_path, CPU, 10, dry=True)
+    check.add("start", "copy", bytes_per_s=1e9)
+    cut = {"context": 64, "step": "AR", "method": "ar", "part": "target attention"}
+    check.add("latency", "AR ar 64", rows=[cut | {"ms": 9.0, "bytes": 1.0, "bound_ms": 0.5}])
+    gpu_check.latency(check)
+    with (tmp_path / "latency.csv").open() as file:
+        found = [(row["context"], row["method"], row["ms"]) for row in csv.DictReader(file)]
+    assert found == [(c, method, "2.0") for c in ("64", "200") for method in ("ar", "original", "fold")]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--minutes", "nan"], "'nan' is no number above 0"),
+        (["--minutes", "-3"], "'-3' is no number above 0"),
+        (["--minutes", "ten"], "'ten' is no number above 0"),
+    ],
+)
+def test_minutes_are_a_positive_number(options: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["--dry-run", "--parts", "start", *options])
+    assert left.value.code == 2 and says in capsys.readouterr().err
+
+
+def test_a_place_that_cannot_be_written_gets_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file", tmp_path / "file" / "below"):
+        assert main(["--dry-run", "--parts", "start", "--out", str(out)]) == 2
+        said = capsys.readouterr()
+        assert said.out == "" and said.err.count("\n") == 1 and "cannot be written" in said.err
+
+
+def test_a_damaged_file_of_results_is_told_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for text in ("<<<<<<< HEAD\n", "[1]\n", '{"part": "start"}\n'):
+        (tmp_path / "check.jsonl").write_text(text)
+        assert main(["--dry-run", "--parts", "start", "--out", str(tmp_path)]) == 2
+        assert "check.jsonl:1 is no result" in capsys.readouterr().err
+        assert (tmp_path / "check.jsonl").read_text() == text
+
+
+def test_an_interrupt_leaves_a_summary(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(check: Check) -> None:
+        check.add("reads", "llama fold 64", ms=1.0, of_copy=0.5)
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(gpu_check.RUN, "reads", interrupted)
+    assert main(["--dry-run", "--parts", "reads", "--out", str(tmp_path)]) == 130
+    assert "interrupted in reads; the same command" in capsys.readouterr().err
+    assert (tmp_path / "summary.md").exists() and rows_of(tmp_path)[-1]["key"] == "llama fold 64"
+
+
 def test_a_part_that_fails_says_why_and_the_next_one_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,14 +280,14 @@ def test_the_bars_are_judged_from_what_was_measured(tmp_path: Path) -> None:
         check.add("rounds", f"llama original {context}", round_ms=12.0)
         check.add("rounds", f"llama fold {context}", round_ms=fold)
     page = "\n".join(summary(check))
-    assert "from 64K on: holds (least 86.0%, llama fold 65536)" in page
+    assert "from 64K on: holds (least 86.0%, llama fold 65536; 2 of 12 reads measured)" in page
     assert "Llama's shape: holds (32K 1.025, 128K 1.030)" in page
     assert "| llama | fold | 12.300 | 12.360 |" in page and "| pair | method | 32K | 128K |" in page
     check.add("reads", "gemma fold 262144", of_copy=0.84)
     check.add("rounds", "llama original 65536", round_ms=12.0)
     check.add("rounds", "llama fold 65536", round_ms=12.4)
     page = "\n".join(summary(check))
-    assert "from 64K on: does NOT hold (least 84.0%, gemma fold 262144)" in page
+    assert "from 64K on: does NOT hold (least 84.0%, gemma fold 262144; 3 of 12 reads measured)" in page
     assert "Llama's shape: does NOT hold" in page
 
 
