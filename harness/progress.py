@@ -31,12 +31,17 @@ def open_progress() -> Terminal | Log:
 
 
 def describe(record: Record) -> str:
-    """One record in a few words: request, arm, acceptance length, milliseconds per token, or what went wrong."""
+    """One record in a few words: request, arm, acceptance length, milliseconds per token, or what went wrong; of random
+    weights, whose acceptance means nothing, milliseconds per round."""
     if record.error:
         return f"{record.request_id} {record.method}: {record.error}"
     accepted, seconds = tau(record), tpot(record)
-    shown = [] if accepted is None or record.autoregressive else [f"tau {accepted:.2f}"]
-    shown += [] if seconds is None else [f"{1e3 * seconds:.1f} ms/token"]
+    if record.synthetic and not record.autoregressive:
+        span = record.last_token_s - record.first_token_s
+        shown = [f"{1e3 * span / len(record.commits):.1f} ms/round"] if record.commits else []
+    else:
+        shown = [] if accepted is None or record.autoregressive else [f"tau {accepted:.2f}"]
+        shown += [] if seconds is None else [f"{1e3 * seconds:.1f} ms/token"]
     return f"{record.request_id} {record.method} {', '.join(shown)}".rstrip()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from analysis.summary import summarise
 from harness.cli import main
 from harness.drafters import parse_config, tensor_shapes
 from harness.engines.reference.target import random_target
+from harness.progress import describe
 from harness.records import RECORDS, read_records
 from tests.engines.tiny import VOCAB
 
@@ -106,6 +108,9 @@ def test_a_run_reports_times_and_no_acceptance(tmp_path: Path, capsys: pytest.Ca
     assert "RANDOM WEIGHTS" in said.err and "Random weights" in said.out
     records = list(read_records(tmp_path / "run" / RECORDS))
     assert {record.synthetic for record in records} == {True}
+    drafted_one = next(record for record in records if record.method == "fold")
+    assert "ms/round" in describe(drafted_one) and not {"tau", "ms/token"} & set(describe(drafted_one).split())
+    assert "tau" in describe(replace(drafted_one, engine="reference"))
     assert {record.level for record in records} == {"64", "96"}  # 200K tokens are more than the target can hold
     told = json.loads((tmp_path / "run" / "run.json").read_text())
     assert told["config"]["weights"] == told["arms"]["fold"]["settings"]["weights"] == "random"
