@@ -189,7 +189,7 @@ def _one_line_errors() -> Iterator[None]:
     except SystemExit as error:  # argparse, after several lines of usage
         if error.code in (0, None):
             raise
-        raise UserError(f"{said.getvalue().splitlines()[-1].partition('error: ')[2]}; see fold-bench --help") from None
+        raise UserError(f"{said.getvalue().splitlines()[-1].rpartition('error: ')[2]}; see fold-bench --help") from None
     except UserError:
         raise
     except (HydraException, OmegaConfBaseException, ValueError, YAMLError) as error:

@@ -99,10 +99,15 @@ def test_the_configuration_is_printed_with_the_memory_and_stays_yaml(
     assert "paper: its side cache" in said
 
 
-@pytest.mark.parametrize("option", [["--cfg", "job", "-p", "method"], ["--cfg", "hydra"]])
+@pytest.mark.parametrize("option", [["--cfg", "job", "-p", "drafter"], ["--cfg", "hydra"]])
 def test_a_part_of_the_configuration_is_printed_alone(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    main(["method=fold", *option])
+    assert main(["method=fold", *option]) == 0
     assert "Extra memory" not in capsys.readouterr().out
+
+
+def test_a_part_that_is_not_there_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--cfg", "job", "-p", "drafters"]) == 2
+    assert "fold-bench: package 'drafters' not found in config; see" in capsys.readouterr().err
 
 
 def test_every_line_is_a_comment_of_readable_width() -> None:
