@@ -46,8 +46,11 @@ def parse_where(texts: Sequence[str]) -> dict[str, list[str]]:
 
 def differences(runs: Runs, arm: str, where: Where | None = None) -> list[Difference]:
     """All groups of all pairs. Raises LoadError where there is no such arm, or nothing is selected."""
+    if not len(runs.used):
+        raise LoadError(f"no request was completed by every arm; {count_lines(runs)[0]}")
     if arm not in runs.arms():
-        raise LoadError(f"no arm is called {arm!r}; these runs have {', '.join(runs.arms()) or 'none'}")
+        gone = [line for line in count_lines(runs)[1:] if line.startswith(f"{arm} has no usable record")]
+        raise LoadError(gone[0] if gone else f"no arm is called {arm!r}; these runs have {', '.join(runs.arms())}")
     found = []
     for (pair, engine), rows in runs.used.groupby(["pair", "engine"], observed=True):
         means = Resampler(rows, CELL, ["tau", "speedup"])

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 
 from analysis import paper
@@ -181,12 +182,13 @@ def make_figures(paths: Iterable[Path], numbers: Iterable[int] | None, out: Path
     from_records = [number for number in wanted if number in (2, 5, 6)]
     if from_records and (numbers is not None or not made or any(_has_records(folder) for folder in folders)):
         data = Data(load([folder for folder in folders if _has_records(folder)] or folders))
-        if not data.models():
-            raise LoadError("these runs hold none of the paper's pairs; fold-report plots any run")
+        data.require_pairs()
         for number in from_records:
             figure = {2: figure2, 5: figure5, 6: figure6}[number](data)
-            if numbers is not None or any(axes.has_data() and axes.containers for axes in figure.axes):
+            if _has_values(figure):
                 made[number] = figure
+            elif numbers is not None:
+                raise LoadError(f"figure {number} would be empty: these runs hold nothing of what it shows")
     if not made:
         raise LoadError("no figure of the paper can be made from these runs")
     return [
@@ -197,6 +199,12 @@ def make_figures(paths: Iterable[Path], numbers: Iterable[int] | None, out: Path
 
 
 FIGURES = (1, 2, 3, 5, 6)
+
+
+def _has_values(figure: Figure) -> bool:
+    """Whether any line has a point: arms without a measured value are drawn too, for the legend."""
+    bars = [bar for axes in figure.axes for bar in axes.containers if isinstance(bar, ErrorbarContainer)]
+    return any(np.isfinite(np.asarray(bar.lines[0].get_ydata(), float)).any() for bar in bars)
 
 
 def _has_records(folder: Path) -> bool:

@@ -24,7 +24,7 @@ from analysis import paper
 from analysis.command import Parser, run_command
 from analysis.load import CELL, LoadError, Runs, length_bucket, load
 from analysis.stats import MISSING, Draws, Estimate, Resampler, average, difference, ratio
-from analysis.summary import unusable_lines
+from analysis.summary import count_lines, unusable_lines
 
 Key = tuple[str, str, str, str]  # group, row, column, metric
 Selector = dict[str, str]
@@ -125,6 +125,16 @@ class Data:
         """The paper's targets that these records hold, in the paper's order."""
         here = {paper.PAIRS[pair].model for pair in self.used["pair"].unique() if pair in paper.PAIRS}
         return [model for model in paper.WINDOW if model in here]
+
+    def require_pairs(self) -> None:
+        """Raises LoadError, which says what these runs hold instead, when no usable request is of a paper's pair."""
+        if not len(self.used):
+            raise LoadError(f"no request was completed by every arm; {count_lines(self.runs)[0]}")
+        if not self.models():
+            pairs = ", ".join(sorted(set(self.used["pair"].astype(str))))
+            raise LoadError(
+                f"these runs hold {pairs}, none of the paper's pairs ({', '.join(paper.PAIRS)}); see fold-report"
+            )
 
     def rows(self, model: str, drafter: str, sglang: bool = False) -> pd.DataFrame:
         """Rows of one pair in one engine: SGLang if asked for, else vLLM or the only other one. Raises LoadError."""
@@ -459,11 +469,26 @@ def table1(data: Data | None = None) -> Sheet:
         first = next(iter(mine.values()))
         cells["", model, "Drafter", ""] = ", ".join(mine)
         cells["", model, "B", ""] = str(first["block"])
+        cells["", model, "Attention layers", ""] = _layers(first["architecture"])
         cells["", model, "Train", ""] = _thousands(first["train_length"])
         cells["", model, "W", ""] = f"{first['window']}"
-    columns = [("", name, {"column": name}) for name in ("Drafter", "B", "Train", "W")]
+    columns = [("", name, {"column": name}) for name in ("Drafter", "B", "Attention layers", "Train", "W")]
     rows = [("", model, {"row": model}) for model in ("Llama-3.1-8B", "Qwen3.5-9B", "Gemma-4-12B", "Qwen3-8B")]
-    return Sheet(1, "Drafters: block size B, training length and FOLD's window W, as configured.", rows, columns, cells)
+    caption = (
+        "Drafters: block size B, attention layers (SW: sliding window), training length and FOLD's window W, as "
+        "configured."
+    )
+    return Sheet(1, caption, rows, columns, cells)
+
+
+def _layers(architecture: dict[str, Any]) -> str:
+    """A drafter's attention layers as the paper prints them: "5 SW (4K) + 1 full"."""
+    kinds = architecture.get("layer_types") or ["full_attention"] * architecture["num_hidden_layers"]
+    sliding = kinds.count("sliding_attention")
+    parts = [f"{sliding} SW ({architecture['sliding_window'] // 1024}K)"] if sliding else []
+    parts += [f"{len(kinds) - sliding} full"] if len(kinds) > sliding else []
+    rope = (architecture.get("rope_parameters") or {}).get("full_attention") or {}
+    return " + ".join(parts) + (", partial RoPE" if rope.get("partial_rotary_factor", 1) < 1 else "")
 
 
 def table6(data: Data | None = None) -> Sheet:
@@ -533,11 +558,7 @@ OF_CONF: dict[int, Callable[[], Sheet]] = {1: table1, 6: table6}
 def make_tables(runs: Runs, numbers: Iterable[int] | None = None) -> list[Sheet]:
     """The tables asked for, or every one that has a measured cell. Raises LoadError when no pair is the paper's."""
     data = Data(runs)
-    if not data.models():
-        pairs = ", ".join(sorted(set(runs.used["pair"].astype(str)))) or "no usable request"
-        raise LoadError(
-            f"these runs hold {pairs}, none of the paper's pairs ({', '.join(paper.PAIRS)}); see fold-report"
-        )
+    data.require_pairs()
     sheets = [TABLES[number](data) for number in (sorted(TABLES) if numbers is None else numbers)]
     footer = footer_lines(runs)
     for sheet in sheets:

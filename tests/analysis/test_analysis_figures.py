@@ -94,6 +94,16 @@ def test_figures_without_input_say_so(tmp_path: Path) -> None:
         make_figures([tmp_path / "d"], [1], tmp_path)
 
 
+def test_a_figure_of_nothing_is_not_made(tmp_path: Path) -> None:
+    lines = paper_records.ar_records("Gov", "llama", 2) + paper_records.arm_records("Gov", "llama", "fold", [2, 3], 2.0)
+    gov = write_run(tmp_path / "llama", lines, {"config": {"drafter": {"name": "llama"}}})
+    with pytest.raises(LoadError, match="no figure of the paper can be made"):
+        make_figures([gov], None, tmp_path / "out")
+    with pytest.raises(LoadError, match="figure 5 would be empty"):
+        make_figures([gov], [5], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_comparison_finds_the_paper_inside(
     run_dirs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,7 +18,18 @@ from analysis_fixtures import record, write_run
 from analysis import paper
 from analysis.load import LoadError, load
 from analysis.stats import Estimate
-from analysis.tables import FORMATS, Sheet, _conclusion, _main, escape_latex, make_tables, to_csv, to_latex, to_markdown
+from analysis.tables import (
+    FORMATS,
+    Sheet,
+    _conclusion,
+    _main,
+    escape_latex,
+    make_tables,
+    table1,
+    to_csv,
+    to_latex,
+    to_markdown,
+)
 
 
 def assert_prints_the_paper(sheet: Sheet, but: tuple[str, ...] = ()) -> None:
@@ -229,9 +240,27 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         _main([str(demo)])
 
 
+def test_runs_without_a_usable_request_say_why(tmp_path: Path) -> None:
+    run = {"config": {"drafter": {"name": "llama"}}}
+    failed = [record(name, arm, commits=[], error="out of memory") for name in "ab" for arm in ("ar", "fold")]
+    nothing = write_run(tmp_path / "nothing", failed, run)
+    for arguments in ([], ["--against", "fold"]):
+        with pytest.raises(LoadError, match=r"no request was completed by every arm; .*2 failed: out of memory in ar"):
+            _main([str(nothing), *arguments])
+    some = write_run(tmp_path / "some", [record("a"), record("b"), *failed[1::2]], run)
+    with pytest.raises(LoadError, match=r"^fold has no usable record .*2 tried; failed: out of memory"):
+        _main([str(some), "--against", "fold"])
+
+
+def test_table_1_is_the_papers(tmp_path: Path) -> None:
+    published = paper.published(1)
+    cells = {(row["row"], row["column"]): row["printed"] for row in published.to_dict("records")}
+    assert {(row, column): text for (_, row, column, _), text in table1().cells.items()} == cells
+
+
 def test_tables_of_the_configuration_need_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert _main(["--tables", "1,6", "--out", str(tmp_path)]) == 0
-    assert "| Llama-3.1-8B | DFlash | 10 | 3K | 2048 |" in capsys.readouterr().out
+    assert "| Llama-3.1-8B | DFlash | 10 | 5 full | 3K | 2048 |" in capsys.readouterr().out
     assert sorted(file.name for file in tmp_path.iterdir()) == [
         f"table{number}.{suffix}" for number in (1, 6) for suffix in ("csv", "md", "tex")
     ]
