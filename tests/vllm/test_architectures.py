@@ -60,7 +60,8 @@ def test_drafts_equal_the_reference_drafters(
         assert run.output == outputs[index]
         half = running.pair.dtype == "bfloat16"
         found = reference.compare(method, ids, LIMIT, run, running.states if half else None)
-        found.check(tie=TIE[running.pair.dtype], most=0.5 if half else 0.1)
+        # One near tie can return in a few rounds: the block slides over the same text.
+        found.check(tie=TIE[running.pair.dtype], most=0.5 if half else 0.4)
         assert found.rounds + found.beyond == run.report["rounds"]
 
 
