@@ -59,7 +59,7 @@ def collect(submission: Submission, out: Path) -> list[str]:
     runs: dict[str, list[UnitState]] = {}
     problems: list[str] = []
     for state in view.read():
-        if state.tally.cells or state.tally.error:
+        if state.tally.cells or state.tally.error or state.tally.damage:
             runs.setdefault(state.unit.work.run, []).append(state)
         if state.state != DONE:
             missing = f"{state.missing} of {state.unit.requests} requests missing"
@@ -67,49 +67,64 @@ def collect(submission: Submission, out: Path) -> list[str]:
     if not runs:
         raise UserError(f"{submission.folder} holds no records yet")
     merged = {run: _run_file(submission, states) for run, states in runs.items()}
-    codes = {start["begin"]["code"]["sha256"] for _, starts in merged.values() for start in starts}
+    codes = set().union(*(known for _, known in merged.values()))
     if len(codes) > 1:
         problems.append(f"units ran on {len(codes)} versions of the code (run.json, starts)")
+    for run in merged:
+        problems += _write(submission, runs[run], out / run)
+    # Only now does any run appear: a problem of one must not leave the others behind as if all were well.
     for run, (content, _) in merged.items():
-        problems += _write(submission, runs[run], out / run, content)
+        for name in (RECORDS, AGREEMENT):
+            (out / run / f".{name}.partial").rename(out / run / name)
+        write_atomic(out / run / RUN_FILE, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
     return problems
 
 
-def _run_file(submission: Submission, states: list[UnitState]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def _run_file(submission: Submission, states: list[UnitState]) -> tuple[dict[str, Any], set[str]]:
     """run.json of a whole run, from its units': they must be of one configuration, one input and one engine's settings.
 
-    Also returns all starts.
+    Also returns the checksums of the code that all starts ran on.
     """
     whole: dict[str, Any] = {}
+    codes: set[str] = set()
     for state in states:
         path = submission.run_dir(state.unit) / RUN_FILE
         try:
             mine = json.loads(path.read_bytes())
         except (OSError, ValueError) as error:
             raise UserError(f"{path} cannot be read ({error}); run that unit again") from None
-        if mine["config_hash"] != state.unit.work.hash:
-            raise UserError(f"{path} is of another configuration than was planned; remove that unit's folder")
-        if not whole:
-            whole = mine
-            continue
-        for name, facts in mine["requests"].items():
-            if whole["requests"].setdefault(name, facts)["sha256"] != facts["sha256"]:
-                raise UserError(f"{path}: the unit read other requests of {name} than the others did")
-        for arm, info in mine["arms"].items():
-            known = whole["arms"].setdefault(arm, info)
-            if differing := differing_settings(settings(EngineInfo(**known)), settings(EngineInfo(**info))):
-                raise UserError(f"{path}: {arm} ran under other settings than in the other units ({differing[0]})")
-        whole["starts"] += mine["starts"]
-        if mine["status"] != "complete":
-            whole["status"] = mine["status"]
+        try:
+            codes |= {start["begin"]["code"]["sha256"] for start in mine["starts"]}
+            _merge_run_file(whole, mine, state, path)
+        except (AttributeError, KeyError, TypeError) as error:
+            raise UserError(f"{path} is damaged ({error!r}); run that unit again") from None
     with suppress(KeyError):
         if any(state.state != DONE for state in states) and whole["status"] == "complete":
             whole["status"] = "incomplete"
-    return whole, whole["starts"]
+    return whole, codes
 
 
-def _write(submission: Submission, states: list[UnitState], out: Path, content: dict[str, Any]) -> list[str]:
-    """Copy the lines of a run's units into one file; returns unpaired records. The file appears only when whole."""
+def _merge_run_file(whole: dict[str, Any], mine: dict[str, Any], state: UnitState, path: Path) -> None:
+    """Take one unit's run.json into the whole run's. Raises UserError where they differ in what must be the same."""
+    if mine["config_hash"] != state.unit.work.hash:
+        raise UserError(f"{path} is of another configuration than was planned; remove that unit's folder")
+    if not whole:
+        whole.update(mine)
+        return
+    for name, facts in mine["requests"].items():
+        if whole["requests"].setdefault(name, facts)["sha256"] != facts["sha256"]:
+            raise UserError(f"{path}: the unit read other requests of {name} than the others did")
+    for arm, info in mine["arms"].items():
+        known = whole["arms"].setdefault(arm, info)
+        if differing := differing_settings(settings(EngineInfo(**known)), settings(EngineInfo(**info))):
+            raise UserError(f"{path}: {arm} ran under other settings than in the other units ({differing[0]})")
+    whole["starts"] += mine["starts"]
+    if mine["status"] != "complete":
+        whole["status"] = mine["status"]
+
+
+def _write(submission: Submission, states: list[UnitState], out: Path) -> list[str]:
+    """Copy the lines of a run's units into one partial file each; returns unpaired records."""
     out.mkdir(parents=True, exist_ok=True)
     partial = out / f".{RECORDS}.partial"
     problems: list[str] = []
@@ -135,10 +150,9 @@ def _write(submission: Submission, states: list[UnitState], out: Path, content: 
                 )
             problems += _unpaired(state, good)
             with suppress(FileNotFoundError):
-                agreement.write((run_dir / AGREEMENT).read_bytes())
-    partial.rename(out / RECORDS)
-    (out / f".{AGREEMENT}.partial").rename(out / AGREEMENT)
-    write_atomic(out / RUN_FILE, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
+                said = (run_dir / AGREEMENT).read_bytes()
+                # Without the half line of a unit that was killed, which would run into the next unit's.
+                agreement.write(said[: said.rfind(b"\n") + 1])
     return problems
 
 

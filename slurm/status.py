@@ -184,13 +184,13 @@ def run_status(run_dir: Path) -> str:
         if found:
             return found.group(1).decode()
         return str(json.loads((run_dir / RUN_FILE).read_bytes()).get("status") or "")
-    except (OSError, ValueError):
+    except (OSError, ValueError, AttributeError):
         return ""
 
 
 def trouble(run_dir: Path) -> str:
     """The first thing that the unit's last start found wrong, from run.json; "" if it says none."""
-    with suppress(OSError, ValueError, KeyError, IndexError):
+    with suppress(OSError, ValueError, KeyError, IndexError, TypeError, AttributeError):
         reports = json.loads((run_dir / RUN_FILE).read_bytes())["starts"][-1].get("reports") or []
         for report in reports:
             found = [f"{cell}: {reason}" for cell, reason in report["failed"].items()]
@@ -274,8 +274,10 @@ class View:
             for _, value in read_lines(path) if path.exists() else []:
                 jobs |= value["jobs"]
             return jobs
-        except (RecordError, KeyError, OSError) as error:
-            raise UserError(f"{path}: {error}") from None
+        except (RecordError, OSError) as error:
+            raise UserError(str(error)) from None
+        except (KeyError, TypeError, ValueError):
+            raise UserError(f"{path} is damaged: a line names no jobs; restore it or remove that line") from None
 
     def _queue(self, jobs: dict[str, str]) -> dict[str, queue.JobState]:
         self.silent, self.strangers = "", []
@@ -391,7 +393,7 @@ def overview(states: list[UnitState]) -> Table:
         table.add_row(
             work.pair,
             work.engine,
-            work.benchmark,
+            f"{work.benchmark} {work.options}".strip(),
             *(str(counts[name]) if counts[name] else "" for name in STATES),
             f"{done}/{work.requests}",
             str(work.requests - done or ""),

@@ -396,7 +396,8 @@ def _print_plan(submission: Submission, slurm: SlurmConfig, states: Sequence[Uni
     for name in ("requests", "units", "GPU hours"):
         table.add_column(name, justify="right")
     for work in submission.works:
-        cells = [work.pair, work.engine, work.benchmark, " ".join(work.arms), str(work.requests), str(work.shards)]
+        arms = " ".join([*work.arms, work.options]).strip()
+        cells = [work.pair, work.engine, work.benchmark, arms, str(work.requests), str(work.shards)]
         table.add_row(*cells, f"{work.hours:.1f}")
     console.print(table)
     hours, requests = sum(work.hours for work in submission.works), sum(work.requests for work in submission.works)

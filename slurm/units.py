@@ -46,6 +46,12 @@ class Work:
     shards: int
     hours: float
 
+    @property
+    def options(self) -> str:
+        """The method options of its command line ("alpha=4"), which tell it from works of the same arms."""
+        found = (re.match(r"[+~]*method\.(.+)", text) for text in self.overrides)
+        return " ".join(match[1] for match in found if match)
+
 
 @dataclass(frozen=True)
 class Unit:

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import ast
+import io
 import json
 import os
 import re
+import shutil
 import sys
 import tracemalloc
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 import harness.engines
 from harness.cli import compose_plans
-from harness.config import UserError
+from harness.config import SlurmConfig, UserError
 from harness.records import RECORDS, Record
 from slurm import collect, estimate, queue, status, submit
 from slurm.job import run_unit
-from slurm.status import DONE, FAILED, PENDING, PLANNED, RUNNING, UNKNOWN, View
+from slurm.status import DONE, FAILED, PENDING, PLANNED, RUNNING, UNKNOWN, View, overview
 from slurm.units import Submission, Unit, Work, load, merge, plan_work
 from tests.harness import scripted
 from tests.slurm.slurm_fixtures import ROOT, toy
@@ -108,6 +111,12 @@ def test_the_readme_gives_the_hours_that_the_formula_gives() -> None:
         works = [plan_work(plan, plan.config.slurm, None) for plan in merge(plans_of(f"+experiment={name}"))]
         assert sum(work.requests for work in works) == requests, name
         assert round(sum(work.hours for work in works)) == hours, name
+
+
+@pytest.mark.slow
+def test_the_reproduction_measures_fold_in_one_job_with_the_other_methods() -> None:
+    arms = [{arm.name for arm in plan.arms} for plan in merge(plans_of("+experiment=paper"))]
+    assert all("fold" in names for names in arms if len(names) > 1) and {"fold"} in arms
 
 
 def test_what_two_tables_need_is_measured_once_and_composes_again() -> None:
@@ -347,9 +356,7 @@ def test_damage_in_the_middle_is_never_passed_over(damage: bytes, tmp_path: Path
     assert "line 3 is damaged" in counted.damage and counted.cells == 2
 
 
-def test_many_units_are_counted_by_several_processes(
-    submission: Submission, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_units_are_counted_by_several_processes(submission: Submission, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, unit in submission.units.items():
         submission.run_dir(unit).mkdir(parents=True)
         lines = line_of(request_id=name) + line_of(method="ar", request_id=name)
@@ -407,6 +414,63 @@ def test_collect_refuses_duplicates_and_other_configurations(measured: Submissio
     run_file.write_text(json.dumps(content))
     with pytest.raises(UserError, match="other settings"):
         collect.collect(measured, tmp_path / "out")
+
+
+def test_collect_leaves_no_run_of_a_submission_that_it_refuses(measured: Submission, tmp_path: Path) -> None:
+    first, *_, last = measured.units.values()
+    # Two runs: what is wrong with the second must not leave the first behind.
+    other = replace(last.work, run="zz", shards=1, requests=last.requests)
+    shutil.copytree(measured.run_dir(last), measured.folder / "units" / "zz-0of1")
+    damaged = measured.folder / "units" / "zz-0of1" / RECORDS
+    damaged.write_bytes(b"{}\n" + damaged.read_bytes())
+    both = replace(measured, works=(first.work, other))
+    with pytest.raises(UserError, match="line 1 is damaged"):
+        collect.collect(both, tmp_path / "out")
+    assert not list((tmp_path / "out").glob("*/records*.jsonl"))
+
+
+def test_a_killed_units_half_line_of_agreement_is_not_merged(measured: Submission, tmp_path: Path) -> None:
+    for unit in measured.units.values():
+        (measured.run_dir(unit) / "agreement.jsonl").write_text('{"equal": true}\n{"equ')
+    collect.collect(measured, tmp_path)
+    (merged,) = tmp_path.glob("*/agreement.jsonl")
+    assert merged.read_text() == '{"equal": true}\n' * len(measured.units)
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", "3", '{"starts": [{}]}', "not json"])
+def test_a_damaged_run_file_is_one_line(
+    content: str, measured: Submission, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = next(iter(measured.units.values()))
+    run_file = measured.run_dir(first) / "run.json"
+    run_file.write_text(content)
+    assert View(measured).read()[0].state == FAILED
+    with pytest.raises(UserError, match=re.escape(str(run_file))):
+        collect.collect(measured, tmp_path / "out")
+
+
+@pytest.mark.parametrize("line", ['{"jobs": 3}', '{"jobs": [1]}', "{}", "[1]"])
+def test_damaged_bookkeeping_is_one_line(line: str, submission: Submission) -> None:
+    (submission.folder / "jobs.jsonl").write_text(line + "\n")
+    with pytest.raises(UserError, match=r"jobs\.jsonl.* is damaged"):
+        View(submission).read()
+
+
+def test_works_that_differ_in_a_methods_option_are_told_apart(
+    submission: Submission, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (work,) = submission.works
+    assert work.options == ""
+    alphas = [replace(work, run=a, overrides=(*work.overrides, f"method.alpha={a}")) for a in ("1", "4")]
+    several = replace(submission, works=tuple(alphas))
+    console = Console(width=200, file=io.StringIO())
+    console.print(overview(View(several).read()))
+    told = console.file.getvalue()  # type: ignore[attr-defined]
+    monkeypatch.setenv("COLUMNS", "200")
+    submit._print_plan(several, replace(SlurmConfig(), local=True))
+    planned = capsys.readouterr().out
+    for alpha in (1, 4):
+        assert f"demo_code alpha={alpha} " in told and f"ar original fold alpha={alpha} " in planned
 
 
 def test_collect_reports_unpaired_records_and_mixed_code(measured: Submission, tmp_path: Path) -> None:
