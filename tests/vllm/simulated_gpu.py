@@ -51,11 +51,17 @@ def compare(target: str, drafter: str, **changes: Any) -> dict[str, Any]:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
-    from harness.engines.vllm.worker import engine_arguments, resolved_settings, speculation
+    from harness.drafters import read_config
+    from harness.engines.vllm.worker import (
+        effective_prefill_chunk,
+        engine_arguments,
+        resolved_settings,
+        speculation,
+    )
     from harness.guards import differing_settings
 
     spec = {"target": target, "drafter": drafter, "context": 2048, "prefill_chunk": 8192, "graphs": True}
-    spec |= {"kv_cache_bytes": None, "gpu_memory": 0.92}
+    spec |= {"kv_cache_bytes": None, "gpu_memory": 0.92, "proposals": read_config(drafter).proposals}
     spec |= {"additional_config": {"fold_bench": {"method": "fold", "options": {"window": 64}}}}
     os.environ.pop("VLLM_USE_V2_MODEL_RUNNER", None)
     arguments = engine_arguments(spec, dtype="bfloat16", cpu=False) | changes
@@ -68,7 +74,7 @@ def compare(target: str, drafter: str, **changes: Any) -> dict[str, Any]:
         "async_scheduling": base.scheduler_config.async_scheduling,
         "async_scheduler": issubclass(base.scheduler_config.get_scheduler_cls(), AsyncScheduler),
         "graphs": base.compilation_config.cudagraph_mode.name,
-        "chunk": base.scheduler_config.max_num_batched_tokens,
+        "chunks": [effective_prefill_chunk(base), effective_prefill_chunk(arm)],
         "speculation": [arm.speculative_config.method, arm.speculative_config.num_speculative_tokens],
         "reach": arm.speculative_config.draft_model_config.max_model_len,
     }

@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from harness.config import EngineConfig
 from harness.engines.base import EngineError
+from harness.engines.vllm import activity
 from harness.engines.vllm.drafter_copy import CONFIG, copy_drafter, main
 from harness.engines.vllm.engine import VllmEngine
 from harness.records import RECORDS, read_records
@@ -147,6 +148,59 @@ def test_too_little_memory_for_the_cache_is_one_line(pair: Pair) -> None:
     assert "less than requested memory for kv" in said
 
 
+def test_vllm_for_a_gpu_on_a_machine_without_one_is_one_line(
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import vllm.platforms
+    from vllm import LLM  # noqa: F401  # what it imports keeps the platform that it finds, for later tests too
+    from vllm.engine.arg_utils import EngineArgs  # noqa: F401
+    from vllm.platforms.interface import UnspecifiedPlatform
+
+    from harness.engines.vllm import worker
+
+    monkeypatch.setattr(vllm.platforms, "_current_platform", UnspecifiedPlatform())
+    with pytest.raises(ValueError, match="built for a GPU and finds none"):
+        worker.Worker(engine._spec(None))
+
+
+def test_a_chunk_that_cannot_hold_a_verification_is_refused(pair: Pair) -> None:
+    """vLLM would cut the drafts of every round, without a word."""
+    with pytest.raises(EngineError, match=r"^engine.prefill_chunk=7: a verification feeds 8 tokens .* at least 8$"):
+        open_engine(pair, prefill_chunk=BLOCK - 1)
+
+
+@pytest.mark.parametrize("chunk", [BLOCK, 64])
+def test_arms_read_prompts_in_equal_chunks_and_verify_all_drafts(
+    chunk: int, pair: Pair, engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM keeps a drafter's slots free in each step; measured at the scheduler, in this process."""
+    from harness.engines.vllm import worker
+    from tests.vllm.running import ENVIRONMENT  # loads vLLM, which writes into the output of a script of this module's
+
+    for name, value in (ENVIRONMENT | {"VLLM_USE_V2_MODEL_RUNNER": "0"}).items():
+        monkeypatch.setenv(name, value)
+    steps = {}
+    for method in (None, FOLD):
+        arm = worker.Worker(engine._spec(method) | {"prefill_chunk": chunk})
+        fed: list[int] = []
+        schedule = arm.scheduler.schedule
+
+        def watched(*rest: Any, schedule: Any = schedule, fed: list[int] = fed, **named: Any) -> Any:
+            step = schedule(*rest, **named)
+            fed += step.num_scheduled_tokens.values()
+            return step
+
+        arm.scheduler.schedule = watched
+        found = arm.decode(list(PROMPT), 4, [])
+        steps[method] = fed[: len(fed) - len(found["commits"])]
+        assert arm.info["settings"]["effective_prefill_chunk"] == chunk
+        assert set(found["proposals"]) == (set() if method is None else {BLOCK - 1})
+        activity.closed()
+        arm.llm.llm_engine.engine_core.shutdown()
+    whole, rest = divmod(len(PROMPT), chunk)
+    assert steps[None] == steps[FOLD] == [chunk] * whole + [rest]
+
+
 def test_a_device_that_vllm_was_not_built_for_is_refused(pair: Pair) -> None:
     said = refusal(open_engine(pair, device="cuda"))
     assert "engine.device=cuda, but the vLLM installed here is built for cpu" in said
@@ -264,6 +318,9 @@ def test_the_copy_of_a_drafter(pair: Pair, tmp_path: Path, capsys: pytest.Captur
     assert capsys.readouterr().err == f"drafter_copy: {again} is not empty\n"
     assert main([str(tmp_path), str(tmp_path / "new"), "--context", "9"]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
+    (tmp_path / CONFIG).write_text("[1, 2]")
+    assert main([str(tmp_path), str(tmp_path / "new"), "--context", "9"]) == 2
+    assert capsys.readouterr().err == f"drafter_copy: {tmp_path / CONFIG} is not a JSON object\n"
 
 
 def test_weights_that_are_no_safetensors_are_refused(pair: Pair, tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_arms_differ_in_nothing_but_speculation_on_a_gpu(name: str, resolved: di
     assert found["differing"] == []
     assert found["runners"] == [runner, runner]
     assert found["async_scheduling"] and found["async_scheduler"]
-    assert (found["graphs"], found["chunk"], found["reach"]) == ("FULL_AND_PIECEWISE", 8192, 2048)
+    assert (found["graphs"], found["chunks"], found["reach"]) == ("FULL_AND_PIECEWISE", [8192, 8192], 2048)
     assert found["speculation"] == [method, proposals]
 
 

@@ -78,13 +78,18 @@ def test_what_does_not_fit_is_refused_in_one_line(pair: Pair, tmp_path: Path) ->
     speculative = pair.engine_arguments()["speculative_config"]
     mixed = save_pair(tmp_path / "mixed", "llama", mixed_dflash() | {"num_target_layers": 6}, context=256)
     sliding = dflash(2, layer_types=["sliding_attention"] * 2, sliding_window=16, use_sliding_window=True)
+    other = save_pair(tmp_path / "other", "llama", dflash() | {"num_target_layers": 9}, context=256)
     bare = save_pair(tmp_path / "bare", "llama", sliding | {"max_position_embeddings": 4096}, context=256)
+    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
     fold, yarn = ("fold", {"window": 64}), ("yarn", {"reference": 64})
     cases: list[tuple[Pair, tuple[str, dict[str, Any]], dict[str, Any], str]] = [
         (pair, fold, {"speculative_config": speculative | {"num_speculative_tokens": 3}}, "proposes 7; set it to 7"),
         (pair, yarn, {"max_num_seqs": 2}, "serves one request at a time; set max_num_seqs=1"),
         (pair, yarn, {"enable_prefix_caching": True}, "set enable_prefix_caching=False"),
         (pair, ("cmr", {}), {"max_num_seqs": 2}, "serves one request at a time"),
+        (other, fold, {}, "the drafter needs a target of 9 layers, this one has 6"),
+        (pair, fold, {"speculative_config": None}, "there is no speculative_config"),
+        (pair, fold, {"speculative_config": ngram}, "speculative_config.method is ngram: it takes a dflash or dspark"),
         (bare, fold, {"speculative_config": speculative | {"model": str(bare.drafter)}}, "would drop entries"),
         (mixed, fold, {"speculative_config": speculative | {"model": str(pair.drafter)}, "max_model_len": 512}, "256"),
     ]

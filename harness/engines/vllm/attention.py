@@ -316,6 +316,8 @@ def _check(reads: DrafterReads, modules: Sequence[Any], vllm_config: VllmConfig)
             f"this drafter's positions end at {reach}, but {served} are served; serve a copy: "
             f"python -m harness.engines.vllm.drafter_copy DRAFTER FOLDER --context {served}"
         )
+    target = vllm_config.model_config
+    config.check_target(target.get_total_num_hidden_layers(), target.get_hidden_size(), target.get_vocab_size())
     zlab = config.family == "dflash"
     if zlab and (config.softcap is not None or config.output_multiplier != 1.0):
         raise ValueError("this drafter scales or caps its logits, which vLLM's DFlash does not; use engine=reference")

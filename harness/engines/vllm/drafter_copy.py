@@ -36,6 +36,8 @@ def copy_drafter(source: Path, into: Path, *, context: int, runner_v2: bool) -> 
         original = json.loads((source / CONFIG).read_bytes())
     except (OSError, ValueError) as error:
         raise DrafterError(f"{where} is unreadable ({error})") from None
+    if not isinstance(original, dict):
+        raise DrafterError(f"{where} is not a JSON object")
     served = served_config(original, context=context, runner_v2=runner_v2, where=where)
     into.mkdir(parents=True, exist_ok=True)
     if next(into.iterdir(), None) is not None:

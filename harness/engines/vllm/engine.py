@@ -49,6 +49,13 @@ class VllmEngine(ProcessEngine):
         self, target: Path, drafter: Path, config: EngineConfig, *, context: int, block: int, trace: bool = False
     ) -> None:
         super().__init__(target, drafter, config, context=context, block=block)
+        rows = self._drafter.proposals + 1
+        if config.prefill_chunk < rows:  # vLLM would verify fewer drafts a round without a word
+            self.close()
+            raise EngineError(
+                f"engine.prefill_chunk={config.prefill_chunk}: a verification feeds {rows} tokens (1 + K) in one step; "
+                f"set it to at least {rows}"
+            )
         self._trace = trace
 
     def _spec(self, method: Method | Stock | None) -> dict[str, Any]:
@@ -66,6 +73,7 @@ class VllmEngine(ProcessEngine):
             "threads": config.threads,
             "context": self._context,
             "prefill_chunk": config.prefill_chunk,
+            "proposals": self._drafter.proposals,
             "graphs": config.graphs,
             "kv_cache_bytes": None if gib is None else round(gib * GIB),
             "gpu_memory": config.gpu_memory,

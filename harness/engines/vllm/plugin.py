@@ -64,14 +64,42 @@ def settings(additional_config: Any) -> Settings | None:
     return Settings(make_method(raw["method"], **options), trace, kernels)
 
 
+def check_drafter(config: Any) -> None:
+    """Raises ValueError, one line, if vLLM's ``config`` has the setting but nothing that could read by it: vLLM would
+    serve without a drafter, or with another kind, and never build our classes."""
+    if settings(config.additional_config) is None:
+        return
+    drafter = config.speculative_config
+    if drafter is None or drafter.method not in ("dflash", "dspark"):
+        found = "there is no speculative_config"
+        if drafter is not None:
+            found = f"speculative_config.method is {drafter.method}"
+        raise ValueError(
+            f"additional_config.{KEY} is set, but {found}: it takes a dflash or dspark drafter; "
+            "python -m harness.engines.vllm.drafter_copy prints the setting for one"
+        )
+
+
 def register() -> None:
     """Register the drafter models and proposers with vLLM. Called by vLLM, in every process."""
     from vllm import ModelRegistry
+    from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
     from vllm.v1.worker import gpu_model_runner
 
     for name, target in ARCHITECTURES.items():
         ModelRegistry.register_model(name, target)
+
+    create = EngineArgs.create_engine_config
+    create = getattr(create, "unchecked", create)  # registered before, in this process
+
+    def create_engine_config(self: Any, *rest: Any, **named: Any) -> Any:
+        config = create(self, *rest, **named)
+        check_drafter(config)
+        return config
+
+    create_engine_config.unchecked = create  # type: ignore[attr-defined]
+    EngineArgs.create_engine_config = create_engine_config
 
     from harness.engines.vllm.proposer import PlannedProposer
 

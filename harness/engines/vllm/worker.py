@@ -31,7 +31,6 @@ JUDGE_CHUNK = 1024
 _SPECULATION = (
     "speculative_config",
     "additional_config",
-    "scheduler_config.max_num_scheduled_tokens",  # null without drafts; the effective value is compared instead
     "compilation_config.cudagraph_capture_sizes",  # batches of one row, or of 1 + K
     "compilation_config.max_cudagraph_capture_size",
     "compilation_config.compile_ranges_endpoints",
@@ -117,7 +116,10 @@ def engine_arguments(spec: dict[str, Any], *, dtype: str, cpu: bool) -> dict[str
         "seed": 0,
         "max_model_len": spec["context"],
         "max_num_seqs": 1,
-        "max_num_batched_tokens": spec["prefill_chunk"],
+        # The scheduler keeps slots for a drafter's queries free in each step, in that arm only, which would read
+        # prompts in smaller chunks than the other (v1/core/sched/scheduler.py:496-567).
+        "max_num_scheduled_tokens": spec["prefill_chunk"],
+        "max_num_batched_tokens": spec["prefill_chunk"] + spec["proposals"],
         "enable_chunked_prefill": True,
         "enable_prefix_caching": False,
         # Asynchronous scheduling with a drafter switches it off by itself, in that arm only.
@@ -128,6 +130,14 @@ def engine_arguments(spec: dict[str, Any], *, dtype: str, cpu: bool) -> dict[str
         "kv_cache_memory_bytes": spec["kv_cache_bytes"],
         "gpu_memory_utilization": spec["gpu_memory"],
     }
+
+
+def effective_prefill_chunk(config: VllmConfig) -> int:
+    """Most prompt tokens of a step, as vLLM's scheduler computes it for one request."""
+    limits, drafter = config.scheduler_config, config.speculative_config
+    slots = 0 if drafter is None else drafter.max_num_new_slots_for_drafting
+    scheduled = limits.max_num_scheduled_tokens or limits.max_num_batched_tokens
+    return int(min(scheduled, limits.max_num_batched_tokens - slots))
 
 
 def speculation(spec: dict[str, Any], arguments: Mapping[str, Any], *, cpu: bool) -> dict[str, Any]:
@@ -153,10 +163,15 @@ class Worker:
     def __init__(self, spec: dict[str, Any]) -> None:
         import torch
         import vllm
-        from vllm import LLM
         from vllm.platforms import current_platform
 
         from harness.engines.device import device_uuid, pick_dtype
+
+        if not current_platform.device_type:
+            raise ValueError(
+                "the vLLM installed here is built for a GPU and finds none; make vllm-env installs its build for a CPU"
+            )
+        from vllm import LLM  # not before: its modules ask for the device while they load
 
         device = torch.device(current_platform.device_type)
         if spec["device"] not in ("auto", device.type):
@@ -185,7 +200,7 @@ class Worker:
             "settings": resolved_settings(config)
             | {
                 "model_runner": "V2" if config.use_v2_model_runner else "V1",
-                "effective_prefill_chunk": self.scheduler.max_num_scheduled_tokens,
+                "effective_prefill_chunk": effective_prefill_chunk(config),
                 "attention_backends": _attention_backends(config),
                 "threads": torch.get_num_threads() if cpu else None,
             },
