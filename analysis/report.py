@@ -76,10 +76,11 @@ def _section(title: str, content: list[str]) -> list[str]:
 
 
 def _head(runs: Runs, summary: Summary) -> list[str]:
-    places = [row for row in summary.rows if row.rank == 1]
+    compared = {_group(row) for row in summary.rows if row.rank == 2}  # a group of AR alone compares nothing
+    places = [row for row in summary.rows if row.rank == 1 and _group(row) in compared]
     wins = pd.Series([row.arm for row in places]).value_counts() if places else pd.Series(dtype=int)
     lines = [f"{arm} is fastest in {n} of {len(places)} groups" for arm, n in wins.items()]
-    verdict = "; ".join(lines) + "." if lines else "Nothing can be compared: no request was completed by every arm."
+    verdict = "; ".join(lines) + "." if lines else "Nothing can be compared: no request was completed by two arms."
     if AR in wins:
         verdict += " Where ar ranks first, speculative decoding does not pay."
     status = {str(run.get("status")) for run in runs.provenance.values() if run.get("status")}
@@ -89,6 +90,11 @@ def _head(runs: Runs, summary: Summary) -> list[str]:
         f'<p class="verdict">{escape(verdict)}</p>',
         f'<p class="soft">{failed}{state}{escape(summary.counts[0])}</p>',
     ]
+
+
+def _group(row: Row) -> tuple[str, str, str, str]:
+    """The arms of one pair, engine, benchmark and level are ranked against each other."""
+    return row.pair, row.engine, row.benchmark, row.level
 
 
 def _table(header: Sequence[tuple[str, bool]], rows: Iterable[tuple[Sequence[str], bool]]) -> list[str]:

@@ -106,6 +106,12 @@ def test_odd_names_one_request_and_nothing_usable(tmp_path: Path) -> None:
     assert escape(name) in page and name not in page and "n=1" in page
     bad = report(load(write_run(tmp_path / "2", [{**line, "error": "x"} for line in odd])))
     assert "Nothing can be compared" in bad and "Left out of every arm" in bad
+    # AR alone, or beside a method that failed, ranks first of one: that says nothing about speculative decoding.
+    for number, lines in enumerate(([odd[0]], [odd[0], {**odd[1], "error": "x"}])):
+        alone = report(load(write_run(tmp_path / f"alone{number}", lines)))
+        assert "Nothing can be compared" in alone and "does not pay" not in alone
+    slow = [record("r", tpot_ms=10.0), record("r", "fold", commits=[3], tpot_ms=20.0)]
+    assert "Where ar ranks first, speculative decoding does not pay" in report(load(write_run(tmp_path / "slow", slow)))
     empty = tmp_path / "3"
     write_run(empty, [])
     with pytest.raises(LoadError, match="no records yet"):
