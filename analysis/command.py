@@ -14,7 +14,9 @@ class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line."""
 
     def __init__(self, name: str, description: str) -> None:
-        super().__init__(prog=name, description=description)
+        super().__init__(
+            prog=name, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
 
     def error(self, message: str) -> NoReturn:
         raise LoadError(f"{message}; {self.prog} --help shows how to call it")
