@@ -28,6 +28,7 @@ from harness.drafters import Drafter, load_drafter
 from harness.engines.base import EngineInfo
 from harness.engines.reference.engine import ReferenceEngine
 from harness.engines.reference.target import Target, open_target
+from harness.provenance import machine
 from harness.requests import Request
 from methods import make_method
 
@@ -62,7 +63,8 @@ def main() -> None:
     print(json.dumps(memory))
     if asked.json:
         asked.json.parent.mkdir(parents=True, exist_ok=True)
-        asked.json.write_text(json.dumps({"rows": rows, "memory": memory}, indent=1) + "\n")
+        found = {"machine": machine(), "rows": rows, "memory": memory}
+        asked.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def prompt(context: int) -> list[int]:

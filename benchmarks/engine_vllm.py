@@ -32,6 +32,7 @@ from harness.config import DrafterConfig, EngineConfig, RunConfig, TargetConfig
 from harness.engines.base import Engine, Generation
 from harness.engines.reference import open_reference
 from harness.engines.vllm.engine import Stock, VllmEngine
+from harness.provenance import machine
 from harness.requests import Request
 from methods import make_method
 
@@ -71,9 +72,9 @@ def main() -> None:
         for length in asked.contexts:
             rows.append(measure(arms, request(target, length, asked.tokens), asked.repeats))
             print(json.dumps(rows[-1]), flush=True)
-    if asked.json:
-        asked.json.parent.mkdir(parents=True, exist_ok=True)
-        asked.json.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+            if asked.json:  # after every context: a run that is cut keeps what it has
+                asked.json.parent.mkdir(parents=True, exist_ok=True)
+                asked.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
 
 
 def equal_key_norms(source: Path, into: Path) -> Path:
